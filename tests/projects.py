@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
+import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -245,3 +249,24 @@ def latentmill_process(folder: Path, *arguments: str, code: int = 0) -> str:
     assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err, err
     return out + err
+
+
+def in_terminal(
+    words: list[str],
+    columns: int,
+    environment: Mapping[str, str] = os.environ,
+    begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> tuple[int, str]:
+    """Run a program in a terminal of so many columns: (its exit code, what it shows)."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(words, stdout=its, stderr=its, env=environment, cwd=ROOT, start_new_session=True)
+    begun(process)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    return process.wait(HANG), shown.decode(errors="replace").replace("\r\n", "\n")

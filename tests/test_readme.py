@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "data" / "docs"
 INDEX = DOCS / "README.md"
 PAGES = (README, *sorted(DOCS.rglob("*.md")))
-SQL, DEVELOPING = ((DOCS / name).read_text(encoding="utf-8") for name in ("sql.md", "developing.md"))
+SQL = (DOCS / "sql.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -36,13 +36,6 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 def test_a_query_of_the_documents_answers_over_a_finished_project(built, sql):
     answer = run_query(Project(built), sql, "csv")
     assert answer.splitlines()[0].count(",") >= 1
-
-
-def test_the_query_for_mean_losses_returns_path_and_caption(built):
-    lines = run_query(Project(built), blocks("sql")[0], "csv").splitlines()
-    assert lines[0] == "path,text,draws,loss"
-    assert {line.split(",")[0] for line in lines[1:]} <= {f"picture{n}.png" for n in range(3)}
-    assert len(lines) > 1
 
 
 def test_no_query_of_the_documents_mixes_training_and_validation_losses(built):
@@ -109,11 +102,6 @@ EXAMPLES = [
 def test_every_example_of_a_page_is_a_project_file(example, tmp_path):
     (tmp_path / "project.toml").write_text(example)
     config.load(tmp_path / "project.toml")
-
-
-def test_the_life_of_one_image_takes_eight_files_at_most():
-    life = DEVELOPING.partition("## The life of one image")[2].partition("\n## ")[0]
-    assert 0 < len(set(re.findall(r"`([\w/]+\.py)`", life))) <= 8
 
 
 def test_every_file_that_a_page_names_exists():

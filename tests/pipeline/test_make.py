@@ -143,15 +143,6 @@ def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatc
     assert shell_path(type(CHECKOUT)(".")) == str(tmp_path.resolve())
 
 
-@pytest.mark.parametrize(
-    "sql", re.findall(r"```sql\n(.*?)\n```", (projects.ROOT / "data" / "docs" / "sql.md").read_text(), re.DOTALL)
-)
-def test_sql_of_the_documents_may_be_pasted_between_double_quotes(sql):
-    program = f"{sys.executable} -c 'import sys; print(sys.argv[-1])'"
-    done = run(["sh", "-c", f'make -s -o .venv/ready query LATENTMILL="$1" SQL="{sql}"', "sh", program])
-    assert done.stdout.removesuffix("\n") == sql
-
-
 @pytest.mark.parametrize("wrong", ["PROJET=data/cats", "project=data/cats", "STEPS=3"])
 def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
     words = ["make", "-n", "-o", ".venv/ready", "train", wrong]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.plots import BLUE, LINE_STYLES, MARKERS, ORANGE, TEXT_CHUNK, Curve, Panel, draw, plotted, save
+from pipeline.plots import BLUE, ORANGE, TEXT_CHUNK, Curve, Panel, draw, plotted, save
 
 
 def test_a_saved_chart_is_not_blank_and_carries_its_numbers(tmp_path):
@@ -28,25 +28,6 @@ def test_the_axes_hold_the_numbers_labels_and_limits_of_their_panel():
     np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.9, 1.1], [1.7, 2.3]])
     assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x, px", "y, GB")
     assert axes.get_ylim() == (0.0, 2.5) and [tick.get_text() for tick in axes.get_xticklabels()] == ["a", "b"]
-
-
-def test_one_legend_serves_all_panels_unless_a_colour_has_two_meanings():
-    same = [Panel(str(n), "x", "y", [Curve("one", BLUE, [0, 1], [0, 1])]) for n in range(2)]
-    figure = draw(same)
-    assert len(figure.legends) == 1 and not any(axes.get_legend() for axes in figure.axes)
-    other = Panel("2", "x", "y", [Curve("two", BLUE, [0, 1], [0, 1])])
-    figure = draw([same[0], other])
-    assert not figure.legends and all(axes.get_legend() for axes in figure.axes)
-
-
-def test_a_long_title_is_wrapped_into_the_figure():
-    figure = draw([Panel("p", "x", "y", [Curve("c", BLUE, [0, 1], [0, 1])])], title="Memory of training by phase: " * 6)
-    figure.draw_without_rendering()
-    assert figure._suptitle.get_window_extent().x0 >= 0 and figure._suptitle.get_window_extent().x1 <= figure.bbox.x1
-
-
-def test_curves_of_different_colours_differ_in_line_and_marker_too():
-    assert len(set(map(str, LINE_STYLES.values()))) == len(LINE_STYLES) == len(set(MARKERS.values()))
 
 
 def test_without_matplotlib_the_user_is_told_which_extra_to_install(tmp_path, monkeypatch):

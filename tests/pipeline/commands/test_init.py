@@ -6,11 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import cli
-from pipeline.commands import Own
 from pipeline.commands.init import new_project
 from pipeline.project.project import Project
 from pipeline.project.weights import cache_folder
-from stages.pipelines import Option, Template
 from stages.text_to_image.captions.stage import caption_doubts
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.samples.config import SamplesConfig
@@ -231,16 +229,6 @@ def test_a_kohya_folder_that_is_named_itself_gives_its_repeats_and_its_subject(t
     assert Project(tmp_path / "other").config.sections["captions"].trigger == "zwx"
 
 
-def test_the_options_of_init_are_those_of_the_pipelines_template(tmp_path, images, monkeypatch):
-    monkeypatch.setattr("pipeline.commands.text_to_image.OWN", Own(template=f"{__name__}:TEMPLATE"))
-    run = CliRunner().invoke(cli, ["init", str(tmp_path / "new"), "--sources", str(images)])
-    assert run.exit_code == 0 and (tmp_path / "new" / "project.toml").read_text() == '[images]\nfolder = "../images"\n'
-    assert CliRunner().invoke(cli, ["init", "--help"]).output.count("--sources") == 1
-    for options, message in (({}, "init needs --sources"), ({"sources": str(tmp_path / "none")}, "no such folder")):
-        with pytest.raises(ValueError, match=message):
-            new_project(tmp_path / "other", options)
-
-
 def test_a_folder_of_code_becomes_a_project_that_can_be_indexed(tmp_path):
     write(tmp_path / "code")
     words = ["init", str(tmp_path / "mine"), "--pipeline", "retrieval", "--code", str(tmp_path / "code")]
@@ -257,9 +245,3 @@ def test_a_folder_of_code_becomes_a_project_that_can_be_indexed(tmp_path):
     assert Project(project.path).config.sections["train"].steps == 40
     with pytest.raises(ValueError, match=r"family must be one of retriever-micro, .*, got 'tinny'; did you mean tiny"):
         new_project(tmp_path / "other", {"code": str(tmp_path / "code"), "family": "tinny"}, "retrieval")
-
-
-TEMPLATE = Template(
-    options=(Option("sources", "The folder of sources.", default=None, kind="folder"),),
-    write=lambda options: f'[images]\nfolder = "{options["sources"]}"\n',
-)

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -326,28 +319,13 @@ def test_a_disk_without_the_room_is_refused_before_work_begins_with_what_is_need
 def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_path):
     folder = klein(tmp_path / "p").path
     for arguments in (["plan", "--verbose", "--memory", "7", "--project", str(folder)], ["doctor"]):
-        code, text = in_terminal(arguments)
+        code, text = projects.in_terminal([sys.executable, "-m", "pipeline", *arguments], 80)
         lines = text.splitlines()
         assert code == (2 if arguments[0] == "plan" else 0) and len(lines) > 8, text
         assert max(map(len, lines)) <= 80, text
         assert not any(line.endswith(" ") for line in lines)
         assert "computes no block twice" in " ".join(text.split())  # the words of the table are explained
     assert not (folder / "tables").exists()
-
-
-def in_terminal(arguments: list[str]) -> tuple[int, str]:
-    """Run `latentmill` with `arguments` in a terminal of 80 columns. Return its exit code and what it shows."""
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen([sys.executable, "-m", "pipeline", *arguments], stdout=its, env=environment, cwd=projects.ROOT)
-    os.close(its)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal's end
-        while part := os.read(ours, 4096):
-            shown += part
-    os.close(ours)
-    return process.wait(), shown.decode().replace("\r\n", "\n")
 
 
 def test_the_plan_of_a_retriever_needs_no_weights_and_names_what_is_downloaded(tmp_path):

@@ -101,14 +101,6 @@ def test_rows_that_are_wanted_again_are_not_called_missing(project):
     assert describe(found) == f"{before // 2} rows wanted again: make latents"
 
 
-def test_a_file_that_is_missing_is_named_without_numbers_of_the_system(project, monkeypatch):
-    def recipe(self, name: str):
-        raise FileNotFoundError(2, "No such file or directory", "/photos/a.png")
-
-    monkeypatch.setattr(Project, "recipe", recipe)
-    assert state(Project(project), "images").note == "/photos/a.png: no such file or directory"
-
-
 def test_status_fits_80_columns(project, monkeypatch):
     monkeypatch.chdir(project.parent)
     projects.edit(project, "[64, 96]", "[64, 96, 128]")

@@ -7,12 +7,9 @@ import base64
 import html
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -27,17 +24,14 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import Limits, answer
-from pipeline.page import SPARING
 from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
-from pipeline.page.site import Site, _thumbnail
+from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
 from pipeline.store.table import TableFolder, Writer
 from schemas.text_to_image import DESCRIPTIONS
-from stages.text_to_image.families import FAMILIES
-from stages.text_to_image.pages import DRAW
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -195,17 +189,6 @@ def test_pictures_are_small_and_nothing_but_pictures_is_served(page):
     assert b"picture number" not in page.get("/picture/image_folder/picture0.txt").content
 
 
-def test_the_server_keeps_as_many_small_pictures_as_a_page_shows_and_no_large_one(folder):
-    site, kept = Site(folder), _thumbnail.cache_info
-    before = kept().currsize
-    assert site.picture("image_folder/picture0.png", 2048) and kept().currsize == before
-    names = [f"{n}.png" for n in range(300)]
-    for name in names:
-        os.link(folder / "images" / "picture0.png", folder / "images" / name)
-        site.picture(f"image_folder/{name}", 160)
-    assert before < kept().currsize < len(names)
-
-
 def test_no_path_escapes_from_its_folder(page, folder):
     (folder / "images" / "link.png").symlink_to("/etc/passwd")
     for name in [
@@ -286,25 +269,6 @@ def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     answered = page.post("/edit/captions", json=edits, headers=TOKEN)
     assert answered.status_code == 409 and answered.json() == {"conflicts": {key: "first tab"}}
     assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
-
-
-def test_while_an_edit_waits_for_another_process_other_requests_are_answered_and_it_is_kept(page, folder):
-    key, text = next(iter(texts(page).items()))
-    order, edit = list[str](), {key: {"before": text, "text": "a wolf"}}
-
-    def send() -> None:
-        assert page.post("/edit/captions", json=edit, headers=TOKEN).status_code == 200
-        order.append("edited")
-
-    with page:  # one event loop for both requests
-        with texts_lock(folder):
-            thread = threading.Thread(target=send)
-            thread.start()
-            for _ in range(3):
-                assert page.get("/picture/image_folder/picture0.png").status_code == 200
-            order.append("answered")
-        thread.join()
-        assert order == ["answered", "edited"] and texts(page)[key] == "a wolf"
 
 
 def test_an_edit_that_another_process_locks_out_is_refused_in_one_line_and_names_it(page, folder, monkeypatch):
@@ -513,13 +477,6 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held, fo
     assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting", 3: "waiting", 4: "cancelled"}
 
 
-def test_references_are_asked_for_only_where_the_model_reads_them(page, folder):
-    (form, _) = DRAW.blocks
-    asked = {name for name in FAMILIES if any(field.pictures and field.of(FAMILIES[name]) for field in form.fields)}
-    assert {"tiny", "klein-base-4b"} <= asked and "z-image" not in asked
-    assert 'name="--reference"' in page.get("/fragment/draw").text
-
-
 @pytest.mark.parametrize(
     ("action", "body", "reason"),
     [
@@ -575,29 +532,6 @@ def wait(condition, queue: Queue) -> None:
     while not condition():
         assert time.monotonic() - began < projects.HANG, [queue.jobs(), queue.log(1), queue.log(2)]
         time.sleep(0.05)
-
-
-def test_what_the_first_page_needs_is_loaded_before_it_and_the_jobs_choose_how_memory_is_taken_for_themselves(folder):
-    code = """if True:
-        import os, sys
-        from starlette.testclient import TestClient
-        from pipeline.page import app, site
-        import pyarrow as pa
-        app.spare_memory()
-        page = TestClient(app.make_app(site.Site(sys.argv[1])), base_url=sys.argv[2])
-        page.get("/static/none")
-        print(pa.default_memory_pool().backend_name, [name for name in os.environ if "MEMORY_POOL" in name or "DUCKDB" in name])
-        there = set(sys.modules)
-        page.get("/")
-        print([name for name in sys.modules if name not in there and name.partition(".")[0] not in sys.stdlib_module_names])
-        page.get("/fragment/overview")
-        large = {"duckdb", "lance", "mlx", "numpy", "PIL", "pyarrow", "pipeline.store.table"}
-        print(sorted(large & set(sys.modules) - there))
-    """
-    plain = {name: value for name, value in os.environ.items() if name not in SPARING}
-    words = [sys.executable, "-c", code, str(folder), HOME]
-    said = subprocess.run(words, env=plain, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["system []", "[]", "[]"]
 
 
 def test_downloads_are_the_files_of_exports_and_of_its_folders_alone(page, folder):

@@ -22,7 +22,6 @@ from pipeline.page.settings import Items
 from pipeline.page.site import Site
 from pipeline.project import edit
 from pipeline.project.config import FILE, load
-from pipeline.project.project import Project
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -239,13 +238,3 @@ def test_every_setting_of_a_project_goes_through_its_field_unchanged(project):
     values, bad = items.values(items.texts)
     assert not bad
     assert tomllib.loads(tomlkit.dumps(tomlkit.parse(edit.edited(text, values)))) == tomllib.loads(text)
-
-
-def test_what_is_known_of_other_settings_changes_no_need(built):
-    text, known = (built / FILE).read_text(), {}
-    for changes in ({}, {"train.lr": 0.002}, {"buckets.resolutions": [64]}, {"captions.trigger": "x"}):
-        project = Project(built, text=edit.edited(text, changes))
-        seen = edit.outlook.outlook(project)
-        shared = list(edit.outlook.needs(project, seen, known=known))
-        assert shared == list(edit.outlook.needs(project, seen))
-    assert len(known) < 4 * len(project.stage_names)

@@ -52,13 +52,6 @@ def refused(found, section, name, value):
     assert said.startswith(f"{section}.{name} must ") and "\n" not in said and len(said) < 300, said
 
 
-def test_the_table_has_the_settings_of_every_pipeline():
-    names = {param.id for param in SETTINGS}
-    assert {"train.rank", "train.rank_for", "buckets.resolutions", "samples.guidance", "train.noise.mean"} <= names
-    assert {"train.validation.sigmas", "train.memory", "train.micro_batch", "project.commit_seconds"} <= names
-    assert {"sources.max_bytes", "pairs.max_leak", "train.optimizer.beta1"} <= names and len(names) > 70
-
-
 def test_a_section_that_redefines_a_setting_does_not_lose_its_bounds():
     kinds = {kind for name in stages.PIPELINES for _, kind, _ in nested_sections(sections(stages.pipeline(name)))}
     for kind, taken in ((each, field) for each in kinds for base in each.__mro__[1:-1] for field in dataclasses.fields(base)):

@@ -1,14 +1,11 @@
 """Reading project.toml: what is refused, and with which message."""
 
-import dataclasses
 import re
 
 import pytest
 
 from pipeline.project import config
 from pipeline.project.project import Project
-from stages.settings import COUNT, Section, setting
-from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
 
 GOOD = '[project]\nfamily = "tiny"\n'
@@ -153,50 +150,6 @@ def test_overrides_may_be_python_values_by_dotted_name(tmp_path):
     for name, said in (("steps", "override 'steps': 7: an override must be 'section.key'"), ("train.lr", "train.lr must be")):
         with pytest.raises(ValueError, match=re.escape(said)):
             config.load(tmp_path / "project.toml", {name: 7 if name == "steps" else "high"})
-
-
-@dataclasses.dataclass(frozen=True)
-class Example(Section):
-    steps: int | None = setting(3, "", bounds=COUNT)
-    rate: float = setting(0.5, "", bounds=(0.0, 1.0))
-    sizes: tuple[int, ...] = setting((1,), "", bounds=COUNT)
-
-    def check(self) -> None:
-        if self.steps == 13:
-            raise ValueError("steps must be lucky, got 13")
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"steps": 2**31}, "steps must be >= 1 and <= 2147483647, got 2147483648"),
-        ({"rate": 1.5}, "rate must be >= 0 and <= 1, got 1.5"),
-        ({"sizes": (3, -1)}, "sizes must be >= 1 each, got -1"),
-        ({"steps": 13}, "steps must be lucky, got 13"),
-    ],
-)
-def test_a_section_is_within_its_bounds_whoever_makes_it(values, said):
-    with pytest.raises(ValueError, match=re.escape(said) + "$"):
-        Example(**values)
-    with pytest.raises(ValueError, match=re.escape(said) + "$"):
-        dataclasses.replace(Example(steps=None), **values)
-    with pytest.raises(ValueError, match=re.escape(f"train.{said} (project.toml line 7)")):
-        config.Parser({"train": Example}, lambda _: "project.toml line 7").section("train", values)
-
-
-def test_every_setting_has_a_kind_and_a_description():
-    def check(kind: type) -> None:
-        assert issubclass(kind, Section)
-        for field in dataclasses.fields(kind):
-            assert field.metadata.get("doc"), f"{kind.__name__}.{field.name} has no doc"
-            assert field.metadata.get("kind") in ("setting", "selects", "runtime"), f"{kind.__name__}.{field.name}"
-            if dataclasses.is_dataclass(field.default):
-                check(type(field.default))
-
-    check(config.ProjectConfig)
-    for stage_name in tuple(PIPELINE.stages):
-        check(PIPELINE.stage(stage_name).config)
 
 
 def test_a_project_that_names_no_family_has_the_first_of_its_pipeline(tmp_path):

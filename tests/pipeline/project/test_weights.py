@@ -259,13 +259,3 @@ def test_a_component_that_is_missing_unknown_or_another_is_one_line(tmp_path, ti
         with pytest.raises(ValueError, match=message) as caught:
             Project(project, {"project.components": {name: str(path)}}).component(name)
         assert "\n" not in str(caught.value)
-
-
-def test_a_plan_names_the_place_where_a_component_is_missing(tmp_path, tiny_weights):
-    project = projects.make(tmp_path / "project", tiny_weights, images=1)
-    with_encoder(project, "/no/such/place")
-    said = projects.latentmill(project, "plan", code=2)
-    assert (
-        said.startswith("error: project.components.text_encoder must be a folder, a file or a hub id")
-        and "\n" not in said.strip()
-    )

@@ -37,11 +37,6 @@ def test_lancedb_lists_and_opens_every_finished_table(project: Path):
         assert rows.select(expected.column_names).cast(expected.schema).sort_by(key) == expected.sort_by(key)
 
 
-def test_a_project_without_tables_lists_none(tmp_path: Path):
-    folder = make(tmp_path / "project")
-    assert Project(folder).lancedb().list_tables().tables == []
-
-
 def test_links_are_relative_and_a_copy_of_the_project_lists_its_own_tables(project: Path, tmp_path: Path):
     assert all(not path.readlink().is_absolute() for path in (project / "tables").glob("*.lance"))
     shutil.copytree(project, tmp_path / "copy", symlinks=True)

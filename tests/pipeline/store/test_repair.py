@@ -53,15 +53,6 @@ def test_temporary_files_of_killed_writers_are_deleted(tmp_path: Path):
     assert numbers(table.rows()) == [1]
 
 
-def test_a_temporary_folder_that_is_named_like_a_shard_is_no_shard(tmp_path: Path):
-    table = written(tmp_path / "t", 1)
-    (table.shards / ".tmp-1-00000009-x.arrow").mkdir()
-    assert list(table.examine()) == [] and table.usage()["shards"] == 1
-    with Writer(table, RECIPE) as writer:
-        writer.append(vectors(2))
-    assert numbers(table.committed()) == [1, 2]
-
-
 def test_an_empty_newest_lance_manifest_loses_no_row_of_a_tensor_table_and_readers_see_no_change(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     with Writer(table, RECIPE, shard_bytes=1000) as writer:
@@ -109,15 +100,6 @@ def test_an_index_that_cannot_be_read_at_all_is_rebuilt_from_the_shards(tmp_path
     check_tensors(table)
 
 
-def test_the_reason_of_a_lost_version_names_no_code_of_lance(tmp_path: Path):
-    table = written(tmp_path / "t", *range(3))
-    for path in lance_files(table, "_versions/*.manifest"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"cannot be read at version \d+: .*was not found.*; run the stage again$") as error:
-        table.rows()
-    assert ".rs" not in str(error.value)
-
-
 def test_a_damaged_old_lance_manifest_does_not_stop_a_run(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE, flush_seconds=0) as writer:
@@ -157,21 +139,6 @@ def test_the_rows_of_a_shard_that_the_index_does_not_name_are_added(tmp_path: Pa
         assert sorted(numbers(writer.stored)) == [1, 2, 3]
         writer.finish(None, {})
     check_tensors(table)
-
-
-def test_rows_of_an_older_shard_do_not_replace_newer_ones(tmp_path: Path):
-    table = written(tmp_path / "t", 1, 2)
-    with Writer(table, RECIPE) as writer:
-        writer.append(vectors(1, 2, add=100))
-        writer.finish(None, {})
-    before = state(table.folder)
-    with Writer(table, RECIPE) as writer:
-        assert writer.stored["number"].to_pylist() == [101, 102]
-        writer.finish(None, {})
-    assert state(table.folder) == before
-    with Writer(table, RECIPE) as writer:
-        assert writer.collect() > 0
-    assert table.rows()["number"].to_pylist() == [101, 102] and table.usage()["shards"] == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": 1}'])
@@ -391,24 +358,6 @@ def test_a_panic_in_lance_while_old_versions_are_deleted_stops_no_run(tmp_path: 
     monkeypatch.setattr(lance.LanceDataset, "cleanup_old_versions", panic)
     table = written(tmp_path / "t", 1, schema=NOTES)
     assert failed and texts(table) == ["text 1"]
-
-
-def test_examining_a_table_opens_each_shard_as_often_for_many_rows_as_for_few(tmp_path: Path, monkeypatch):
-    opened: list[str] = []
-    real = Path.open
-
-    def count(self: Path, *given, **named):
-        opened.append(self.suffix)
-        return real(self, *given, **named)
-
-    few, many = written(tmp_path / "few", 1, 2), written(tmp_path / "many", *range(100), shard_bytes=10**6)
-    monkeypatch.setattr(Path, "open", count)
-    counts = []
-    for table in (few, many):
-        opened.clear()
-        assert table.usage()["shards"] == 1 and list(table.examine()) == []
-        counts.append(opened.count(".arrow"))
-    assert counts[0] == counts[1]
 
 
 def test_a_finished_table_keeps_its_rows_when_its_checksums_are_lost(tmp_path: Path):

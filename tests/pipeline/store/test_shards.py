@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -78,14 +77,6 @@ def test_a_file_that_is_not_a_shard_of_the_table_is_named(tmp_path: Path):
         out.write_table(pa.table({"a": pa.array([1], pa.int8())}))
     with pytest.raises(ValueError, match=r"00000001-x.arrow is not a shard of vectors: its columns are a; remove the file"):
         read_shard_index(tmp_path / "00000001-x.arrow", VECTORS)
-
-
-def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
-    reader = written(tmp_path / "t", 3, 4).tensors()
-    view = reader.read(name_of(4))
-    assert view.base is not None and not view.flags.writeable
-    assert mx.array(view).view(mx.bfloat16).shape == (2, 250)
-    assert np.array_equal(np.array(mx.array(view)), view)
 
 
 @pytest.mark.parametrize(("damage", "message"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
@@ -222,24 +213,6 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
         writer.finish(pa.table({"name": [row["name"] for row in wanted]}), {})
         writer.collect()
     check(read_all(table), wanted, schema)
-
-
-def test_a_shard_is_full_by_all_tensors_of_its_rows_together(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", PAIRS)
-    with Writer(table, {}, shard_bytes=2200) as writer:  # a row has 700 to 714 bytes
-        writer.append(pairs(*range(9)))
-        writer.finish(None, {})
-    assert sorted(row["counts"] for row in table.rows()["shard"].value_counts().to_pylist()) == [3, 3, 3]
-    check_tensors(table)
-
-
-def test_a_shard_that_ends_before_its_last_tensor_is_lost_as_a_whole(tmp_path: Path):
-    table = written(tmp_path / "t", *range(6), schema=PAIRS, shard_bytes=2200)
-    path = sorted(table.shards.glob("*.arrow"))[0]
-    path.write_bytes(path.read_bytes()[:-1])
-    assert numbers(table.rows()) == [3, 4, 5]
-    with Writer(table, {}) as writer:
-        assert numbers(writer.stored) == [3, 4, 5]
 
 
 def test_a_reader_gives_the_first_tensor_or_the_one_that_is_named(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 import errno
 import resource
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,34 +103,6 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
         assert writer.stored["text"].to_pylist() == ["text 1", "again 2", "later 3"]
         writer.finish(None, {})
     assert texts(table) == ["text 1", "again 2", "later 3"]
-
-
-def test_rows_that_came_one_by_one_take_the_memory_of_a_whole_commit(tmp_path: Path):
-    with Writer(TableFolder(tmp_path / "t", NOTES), RECIPE) as writer:
-        for commit in range(2 * COMMITS):
-            for number in range(3):
-                writer.append(notes(10 * commit + number))
-            writer.flush()
-            assert writer.stored["text"].num_chunks <= writer._commits + 2
-            assert len(writer._written_keys) <= COMMITS + 1
-        assert writer.rows_written == writer.stored.num_rows == 6 * COMMITS
-
-
-def test_a_writer_counts_the_rows_that_it_wrote_itself_by_key(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        assert writer.rows_written == 0
-        writer.append(notes(1, 2, 3))
-        writer.flush()
-        writer.append(notes(2, text="again"))
-        writer.flush()
-        assert writer.rows_written == 3
-        writer.finish(None, {})
-        assert writer.rows_written == 3
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(3, 4))
-        writer.flush()
-        assert writer.rows_written == 2
 
 
 def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finished_run(tmp_path: Path):
@@ -551,38 +522,12 @@ def test_missing_compares_lists_and_a_hundred_thousand_rows():
     assert missing(rows, stored)["key"].to_pylist() == [name_of(n) for n in range(7, count, 1000)]
 
 
-def test_equal_rows_in_another_order_few_rows_and_rows_with_a_key_are_compared_without_duckdb(monkeypatch):
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    rows = pa.table({"a": range(1000), "b": ["x", None] * 500})
-    strict = rows.cast(pa.schema([pa.field("a", pa.int64(), nullable=False), rows.schema.field("b")]))
-    assert missing(rows, strict.take(pa.array(range(999, -1, -1)))).num_rows == 0
-    assert missing(rows.slice(0, 9), rows.slice(1, 9))["a"].to_pylist() == [0]
-    assert missing(rows, rows.slice(1))["a"].to_pylist() == [0]
-    changed = rows.set_column(1, "b", pa.array(["x", None, None, "x", *["x", None] * 498]))
-    assert missing(changed, rows)["a"].to_pylist() == [2, 3]
-    with pytest.raises(ImportError):
-        missing(rows.select(["b", "a"]), rows.select(["b", "a"]).slice(1))
-
-
 @pytest.mark.parametrize("few", [0, 500])
 def test_the_last_row_of_each_key_stays_in_its_place_whether_slices_or_a_copy_are_made(few, monkeypatch):
     monkeypatch.setattr("pipeline.store.rows.FEW", few)
     keys = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
     found = newest_per_key(pa.table({"key": keys, "number": range(11)}), ("key",))
     assert found.to_pylist() == [{"key": keys[place], "number": place} for place in (0, 3, 4, 6, 7, 8, 9, 10)]
-
-
-def test_a_manifest_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch):
-    table = written(tmp_path / "t", 1, 2)
-    read, real = list[str](), Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or real(self))
-    for _ in range(5):
-        assert table.exists and table.manifest()["rows"] == 2
-        table.rows()
-        table.usage()
-    assert read.count("manifest.json") <= 1
-    written(table.folder, 3)
-    assert table.manifest()["rows"] == 3
 
 
 def test_the_reclaimable_bytes_of_a_table_with_tensors_and_files_are_those_of_both(tmp_path: Path):

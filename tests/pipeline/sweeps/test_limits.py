@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import pty
 import re
-import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -34,14 +30,23 @@ from tests.stages.retrieval import project as small
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="/dev/full, and limits of address space")]
 
-ADDRESS_SPACE = 900_000_000  # bytes
 FILES = 64
 COLUMNS = 20
 SECONDS = 120  # after which a command counts as hanging
 NEVER = ("Traceback", "panicked", "RUST_BACKTRACE", "Fatal Python", "terminate called", "Exception ignored", "core dumped")
-STREAMS = [f"{kind} {number}" for kind in ("closed", "full", "slow", "broken") for number in range(3)]
-LIMITS = ("LC_ALL=C", "columns", "address space", "files")
-CONDITIONS = (*(each for each in STREAMS if each != "full 0"), *LIMITS)
+CLOSED_TERMINAL = "import os, pty, sys; a, b = pty.openpty(); os.close(a); os.dup2(b, 0); os.execv(sys.argv[1], sys.argv[1:])"
+CONDITIONS = {  # what bash does with the words of the command
+    **{f"closed {number}": f'exec "$@" {number}>&-' for number in range(3)},
+    **{f"full {number}": f'exec "$@" {number}>/dev/full' for number in (1, 2)},
+    "slow 0": 'exec "$@" < <(sleep 0.5)',
+    **{f"slow {number}": f'exec "$@" {number}> >(sleep 0.5; cat >&{number})' for number in (1, 2)},
+    "broken 0": f"exec {sys.executable} -c '{CLOSED_TERMINAL}' \"$@\"",
+    **{f"broken {number}": f'exec "$@" {number}> >(true)' for number in (1, 2)},
+    "LC_ALL=C": 'LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 exec "$@"',
+    "columns": 'exec "$@"',
+    "address space": 'ulimit -v 900000; exec "$@"',
+    "files": f'ulimit -n {FILES}; exec "$@"',
+}
 # What a command needs beside --project. A new command is tried with what click says that it requires.
 GIVEN = {
     "init": ["--images", "{project}/images", "{project}/new"],
@@ -134,93 +139,36 @@ def free_port() -> int:
 def attempt(case: Case, condition: str, folder: Path) -> Done:
     """Run one command under one condition, and say how it ended. AssertionError if it hangs."""
     port = free_port()
-    kind, _, number = condition.rpartition(" ") if condition in STREAMS else (condition, "", "-1")
-    chosen = int(number)
+    words = ["bash", "-c", CONDITIONS.get(condition, 'exec "$@"'), "", sys.executable, "-m", "pipeline"]
+    words += words_of(case, folder, port)
     environment = {**os.environ, "PYTHONPATH": str(projects.ROOT), "XDG_CACHE_HOME": str(folder.parent / "cache")}
-    if kind == "LC_ALL=C":
-        environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    if kind == "columns":
-        environment |= {"COLUMNS": str(COLUMNS)}
 
-    def prepare() -> None:
-        if kind == "closed":
-            os.close(chosen)
-        if kind == "address space":
-            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-        if kind == "files":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    def begun(process: subprocess.Popen[Any]) -> None:
+        if case.name == "view":
+            threading.Thread(target=_end_page, args=(process, port)).start()
 
-    def pipe() -> tuple[int, int]:
-        reader, writer = os.pipe()
-        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-        return reader, writer
-
-    given: dict[int, int] = {0: os.open(os.devnull, os.O_RDONLY)}
-    said = {1: bytearray(), 2: bytearray()}
-    readers: dict[int, int] = {}
-    late = -1
-    for stream in (1, 2):
-        if kind == "full" and chosen == stream:
-            given[stream] = os.open("/dev/full", os.O_WRONLY)
-            continue
-        readers[stream], given[stream] = pipe()
-        if kind == "broken" and chosen == stream:
-            os.close(readers.pop(stream))
-    if kind == "columns":
-        for each in (*readers.values(), given[1], given[2]):
-            os.close(each)
-        reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-        readers, given[1], given[2] = {1: reader}, writer, os.dup(writer)
-    if kind == "slow" and chosen == 0:
-        os.close(given[0])
-        given[0], late = pipe()
-    if kind == "broken" and chosen == 0:
-        os.close(given[0])
-        gone, given[0] = pty.openpty()
-        os.close(gone)  # a terminal that was closed: reading fails
-    words = [sys.executable, "-m", "pipeline", *words_of(case, folder, port)]
-    process = subprocess.Popen(
-        words, stdin=given[0], stdout=given[1], stderr=given[2], cwd=projects.ROOT, env=environment,
-        preexec_fn=prepare, start_new_session=True,
-    )  # fmt: skip
-    for handle in given.values():
-        os.close(handle)
-
-    def read(stream: int) -> None:
-        if kind == "slow" and chosen == stream:
-            time.sleep(0.5)
-        with contextlib.suppress(OSError):  # a terminal that is closed
-            while found := os.read(readers[stream], 64 if kind == "slow" else 65536):
-                said[stream] += found
-                if kind == "slow":
-                    time.sleep(0.001)
-        os.close(readers[stream])
-
-    threads = [threading.Thread(target=read, args=(stream,)) for stream in readers]
-    for thread in threads:
-        thread.start()
-    if late >= 0:
-        time.sleep(0.5)
-        os.close(late)
-    if case.name == "view":
-        _end_page(process, port)
-    try:
-        process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        raise AssertionError("hangs") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for thread in threads:
-        thread.join()
+    if condition == "columns":
+        code, out = projects.in_terminal(words, COLUMNS, environment, begun)
+        err = ""
+    else:
+        pipe, home = subprocess.PIPE, projects.ROOT
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "errors": "replace"}
+        with subprocess.Popen(words, cwd=home, env=environment, start_new_session=True, **options) as process:
+            begun(process)
+            try:
+                out, err = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                raise AssertionError("hangs") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        code = process.returncode
     if case.name in ("queue start", "queue add"):
         _wait_for_jobs(folder)
-    return Done(process.returncode, said[1].decode(errors="replace"), said[2].decode(errors="replace"))
+    return Done(code, out, err)
 
 
-def _end_page(process: subprocess.Popen[bytes], port: int) -> None:
+def _end_page(process: subprocess.Popen[Any], port: int) -> None:
     for _ in range(SECONDS * 10):
         with socket.socket() as probe:
             if process.poll() is not None or not probe.connect_ex(("127.0.0.1", port)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pipeline.store.disk
 from pipeline.commands.adapters import DTYPES, file_name
 from pipeline.commands.text_to_image.export import STYLES, export_run, header, use_of, what_to_do, write_adapter
 from pipeline.commands.text_to_image.publish import card
@@ -93,17 +91,6 @@ def test_an_adapter_exported_with_what_lies_beneath_gives_in_diffusers_the_outpu
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Path, transformer: Any, style: str) -> None:
-    ranks = {name: 2 + i % 3 for i, name in enumerate(BLOCKS)}
-    alphas = {name: 1.0 + i % 5 for i, name in enumerate(BLOCKS)}
-    scales = json.dumps({name: alphas[name] / ranks[name] for name in BLOCKS})
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, ranks, alpha="4", scales=scales)
-    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", style, dtype="float32", metadata={})
-    want = merged(transformer, arrays, lambda name: alphas[name] / ranks[name])
-    assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
-
-
 def test_an_export_that_the_disk_has_no_room_for_is_refused_in_one_line(
     tmp_path: Path, transformer: Any, monkeypatch: Any
 ) -> None:
@@ -122,35 +109,12 @@ def test_an_adapter_on_some_of_q_k_v_leaves_the_others_alone(tmp_path: Path, tra
     assert np.abs(through_diffusers(transformer, file) - merged(transformer, arrays, lambda name: 1.0)).max() < 1e-5
 
 
-def test_the_fused_form_has_no_alpha_and_block_diagonal_rows_of_three_times_the_rank(tmp_path: Path, transformer: Any) -> None:
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="8")
-    found, _ = read_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={}))
-    assert len(found) == 2 * (2 * 8 + 2 * 2) and all(re.fullmatch(r"diffusion_model\..*\.lora_[AB]\.weight", k) for k in found)
-    a, b = (np.array(found[f"diffusion_model.double_blocks.0.img_attn.qkv{end}"]) for end in (A, B))
-    assert a.shape == (12, 32) and b.shape == (96, 12)
-    for i, n in enumerate(("to_q", "to_k", "to_v")):
-        rows = b[32 * i : 32 * i + 32]
-        np.testing.assert_array_equal(rows[:, 4 * i : 4 * i + 4], 2 * arrays[f"transformer_blocks.0.attn.{n}{B}"])
-        assert np.count_nonzero(rows) == 32 * 4
-
-
 def test_the_halves_of_the_last_modulation_are_exchanged_in_the_fused_form(tmp_path: Path, transformer: Any) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, ["norm_out.linear"])
     file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
     b = np.array(read_file(file)[0]["diffusion_model.final_layer.adaLN_modulation.1" + B])
     np.testing.assert_array_equal(b, np.roll(arrays["norm_out.linear" + B], 32, axis=0))
     np.testing.assert_array_equal(np.array(FLUX2.read_adapter(file)[0]["norm_out.linear" + B]), arrays["norm_out.linear" + B])
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path, transformer: Any, style: str) -> None:
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS + OUTSIDE, alpha="8")
-    again, scales = FLUX2.read_adapter(
-        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={})
-    )
-    assert set(scales.values()) == {1.0} and set(again) == set(arrays)
-    for key, value in arrays.items():
-        np.testing.assert_array_equal(np.array(again[key]), value * (2 if key.endswith(B) else 1), err_msg=key)
 
 
 def test_a_kohya_file_with_alpha_is_read_as_diffusers_reads_it(tmp_path: Path, transformer: Any) -> None:
@@ -238,18 +202,6 @@ def test_only_an_export_of_the_same_project_and_style_is_replaced_and_the_user_i
     with pytest.raises(ValueError, match=r"lora\.txt must end in \.safetensors or be a folder"):
         write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "lora.txt", "diffusers", dtype="float32", metadata={})
     assert not (tmp_path / "lora.txt").exists()
-
-
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, transformer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(tmp_path / "a.safetensors", transformer, BLOCKS[:2])
-
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pipeline.store.disk, "sync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float32", metadata={})
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_an_adapter_that_cannot_be_exported_is_reported_in_one_line(tmp_path: Path, transformer: Any) -> None:

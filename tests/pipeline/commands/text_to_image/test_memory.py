@@ -101,20 +101,6 @@ def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 
 
-def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_an_array(monkeypatch, tmp_path):
-    asked = []
-
-    def require_fit(*given):
-        asked.append("estimated")
-        raise ValueError("far enough")
-
-    monkeypatch.setattr(memory, "configure_scheduler", lambda: asked.append("decided"))
-    monkeypatch.setattr(memory, "require_fit", require_fit)
-    with pytest.raises(ValueError, match="far enough"):
-        next(memory.report(TINY, tmp_path))
-    assert asked == ["decided", "estimated"]
-
-
 def test_the_estimate_is_that_of_training_and_near_the_measured_peak(training):
     for plan in ("blocks", "whole"):
         profile = replace(TINY, train=replace(training.config, memory=plan))
