@@ -16,7 +16,6 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.contrastive import loss_and_grads_in_parts
-from stages.tuner.optimizers.adamw import AdamW
 from tests.stages.models.t5.test_encoder import ours, reference, texts
 
 B, N, Q, K, E, TOP = 6, 9, 7, 11, 16, 40
@@ -112,13 +111,6 @@ def test_losses_and_their_gradients_are_those_of_pytorch(form: str, kind: str) -
     for own, other, kept in zip(grads, (q, d), real, strict=True):
         assert np.abs((np.array(own) - other.grad.numpy()) * kept).max() <= MOST
         assert np.abs(other.grad.numpy()).max() > 1e-3, "the gradient is worth comparing"
-
-
-def test_a_pad_never_beats_a_token_with_a_negative_similarity() -> None:
-    query = mx.array([[[1.0, 0.0]]])
-    document = mx.array([[[-1.0, 0.0], [0.0, 0.0]]])
-    real = mx.array([[True, False]])
-    assert late.maxsim(query, mx.array([[True]]), document, real).item() == -1
 
 
 def test_documents_of_the_same_group_are_no_negatives_but_the_own_document_stays() -> None:
@@ -252,9 +244,7 @@ def torch_gradients(
 
 
 @pytest.mark.parametrize("form", ["gated", "relu"])
-def test_the_loss_and_every_gradient_are_those_of_pytorch_and_so_is_one_step_of_adamw(form: str) -> None:
-    import torch
-
+def test_the_loss_and_every_gradient_are_those_of_pytorch(form: str) -> None:
     model, head = reference(form)
     encoder = ours(model, head)
     assert HEAD not in model.state_dict()
@@ -276,12 +266,3 @@ def test_the_loss_and_every_gradient_are_those_of_pytorch_and_so_is_one_step_of_
     for name, value in wanted.items():
         assert np.abs(value).max() > 0, f"no gradient reaches {name}"
         assert np.linalg.norm(np.array(grads[name]) - value) <= 1e-4 * np.linalg.norm(value), name
-    parameters = {name: torch.tensor(np.array(value)) for name, value in arrays.items()}
-    for name, value in parameters.items():
-        value.grad = torch.tensor(wanted[name])
-    torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.01).step()
-    method = AdamW(weight_decay=0.01)
-    after, _ = method.update(arrays, grads, method.init(arrays), 1e-3)
-    for name, value in parameters.items():
-        small = np.abs(wanted[name]) < 1e-5  # AdamW's first step is the sign of the gradient, which rounding may turn there
-        assert np.abs(np.array(after[name]) - value.numpy())[~small].max() <= 1e-6, name

@@ -131,8 +131,3 @@ def test_a_kill_that_loses_rows_of_a_deleted_timed_checkpoint_loses_no_step(whol
     run.go()
     assert "; steps 7 to 7: " in run.lines[-2]
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_without_old_checkpoints_none_is_written_before_its_step(tmp_path):
-    run = ToyRun(tmp_path, replace(UNMEASURED, checkpoint_every=1000)).go()
-    assert steps(run) == [run.config.steps]

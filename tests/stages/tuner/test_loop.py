@@ -129,12 +129,12 @@ def test_a_resumed_run_keeps_the_plan_that_it_began_with(tmp_path):
     assert checkpoint.find_checkpoints(run.folder)[0].state["plan"] == "blocks"
 
 
-def test_an_average_of_the_adapter_is_published_beside_it_and_resumes_to_the_bit(tmp_path):
+def test_an_average_of_the_adapter_is_published_beside_it_changes_it_not_and_resumes_to_the_bit(whole, tmp_path):
     config = replace(CONFIG, ema=EmaConfig(0.5))
     straight = ToyRun(tmp_path / "a", config).go()
     broken = ToyRun(tmp_path / "b", config).go(stop_at=3).go()
     averages = [(run.folder / checkpoint.EMA).read_bytes() for run in (straight, broken)]
-    assert averages[0] == averages[1] != straight.adapter
+    assert averages[0] == averages[1] != straight.adapter == whole.adapter
 
 
 @pytest.mark.parametrize("step", [1, 5])

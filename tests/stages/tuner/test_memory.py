@@ -196,18 +196,10 @@ def test_the_estimate_is_within_its_stated_factor_of_a_gpus_peak_at_full_size(ro
 # What is decided from numbers alone
 
 
-def test_the_micro_batch_halves_above_the_limit_and_doubles_far_below_it():
-    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=50) == 50
-    assert adjust_max_tokens(100, 100, held=10, peak=30, limit=100) == 200
-    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=100) == 100
+def test_the_micro_batch_halves_above_the_limit_and_doubles_if_the_peak_then_stays_below_nine_tenths_of_it():
+    for peak, tokens in ((50, 200), (51, 100), (100, 100), (101, 50)):
+        assert adjust_max_tokens(100, 100, held=10, peak=peak, limit=100) == tokens
     assert adjust_max_tokens(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
-
-
-def test_the_micro_batch_doubles_only_if_the_peak_then_stays_below_nine_tenths_of_the_limit():
-    assert adjust_max_tokens(100, 100, held=10, peak=50, limit=100) == 200
-    assert adjust_max_tokens(100, 100, held=10, peak=51, limit=100) == 100
-    assert adjust_max_tokens(100, 100, held=10, peak=100, limit=100) == 100
-    assert adjust_max_tokens(100, 100, held=10, peak=101, limit=100) == 50
 
 
 def test_unpacked_weights_are_no_allowance_for_working_ahead():

@@ -13,22 +13,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages import blas
-from stages.models import attention
 from stages.models.family import Block
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
 from stages.own_gradient import OwnGradient
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
-from stages.tuner.blockwise import backprop, device
+from stages.tuner.blockwise import device
 from stages.tuner.blockwise.backprop import (
     BlockwiseForward,
     DividedChain,
-    Visit,
     kept_blocks,
     loss_and_grads,
     model_forward,
@@ -38,7 +35,7 @@ from stages.tuner.blockwise.backprop import (
 )
 from stages.tuner.blockwise.device import Cores, live_memory_limit
 from stages.tuner.memory import Blocks
-from stages.tuner.weights import StoredWeight, WeightFolder, pack_if_possible, platform, read, unpacked
+from stages.tuner.weights import WeightFolder, pack_if_possible, platform, read, unpacked
 
 CONFIG = Flux2Config(
     in_channels=8,
@@ -147,69 +144,6 @@ def test_blocks_without_adapters_pass_the_gradient_on(patterns, plan):
     assert_same(grads, whole_graph_gradients(model, adapters, scales, batch(), loss_of())[1])
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_plain_closure_as_loss_gives_the_same_gradients(plan):
-    model = tiny()
-    adapters, scales = trained(model)
-    given = loss_of()
-    losses_B, grads = loss_and_grads(model, adapters, scales, batch(), lambda prediction: given(prediction), plan)
-    true_B, true = loss_and_grads(model, adapters, scales, batch(), given, plan)
-    assert mx.array_equal(losses_B, true_B)
-    assert_same(grads, true, 0)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("plan", PLANS)
-def test_packed_weights_give_the_gradients_of_their_unpacked_weights(plan, bits):
-    model, dense = packed_and_dense(bits)
-    adapters, scales = trained(model)
-    _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
-    assert_same(grads, whole_graph_gradients(dense, adapters, scales, batch(), loss_of())[1])
-
-
-@pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_gradients_of_two_micro_batches_add_up_to_those_of_the_batch(plan):
-    model = tiny()
-    adapters, scales = trained(model)
-    both, target = batch(), loss_of().keywords["target"]
-    _, whole = loss_and_grads(model, adapters, scales, both, loss_of(), plan)
-    summed: dict[str, mx.array] = {}
-    for i in range(2):
-        one = {name: value[i : i + 1] if name.split("_")[1].startswith("B") else value for name, value in both.items()}
-        _, grads = loss_and_grads(model, adapters, scales, one, functools.partial(squared, target=target[i : i + 1]), plan)
-        summed = {name: summed.get(name, 0) + grad / 2 for name, grad in grads.items()}
-    assert_same(summed, whole, bound=1e-5)  # products of other shapes round differently
-
-
-@pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_float32_adapters_keep_bfloat16_activations_in_bfloat16(plan):
-    model = tiny(mx.bfloat16)
-    adapters, scales = trained(model)
-    seen: list[mx.Dtype] = []
-
-    class Watched:
-        blocks, enter, leave = model.blocks, staticmethod(model.enter), staticmethod(model.leave)
-
-        @staticmethod
-        def block(kind):
-            def run(weights, h, shared, linear):
-                def watched(name, weight, x):
-                    y = linear(name, weight, x)
-                    seen.extend([x.dtype, y.dtype])
-                    return y
-
-                h = model.block(kind)(weights, h, shared, watched)
-                seen.extend(leaf.dtype for _, leaf in tree_flatten(h))
-                return h
-
-            return run
-
-    losses_B, grads = loss_and_grads(Watched(), adapters, scales, batch(), loss_of(), plan)
-    assert set(seen) == {mx.bfloat16}
-    assert losses_B.dtype == mx.float32
-    assert {g.dtype for g in grads.values()} == {mx.float32}
-
-
 class Toy:
     """Three blocks of one Linear, so that a C++ compiler has little to do."""
 
@@ -226,47 +160,6 @@ class Toy:
 
     def leave(self, h, shared):
         return h
-
-
-@pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_a_compiled_block_takes_every_array_of_a_step_as_an_argument(plan, monkeypatch):
-    """A captured array would be frozen into the graph: the second step would compute with the first step's."""
-    steps = []
-    for compiled in (False, True):
-        monkeypatch.setattr(backprop, "compiles", lambda compiled=compiled: compiled)
-        model = Toy()
-        for step in range(2):
-            made = [mx.random.normal((3, 2, 8), key=mx.random.key(i)) + step for i in range(2)]
-            adapters = {f"toys.{i}.fc.lora_A.weight": made[0][i] for i in range(3)}
-            adapters |= {f"toys.{i}.fc.lora_B.weight": made[1][i].T for i in range(3)}
-            inputs = {"x_BK": mx.random.normal((2, 8), key=mx.random.key(step))}
-            loss = functools.partial(lambda y, target: mx.square(y - target).mean(-1), target=inputs["x_BK"] * 2 + step)
-            steps.append(loss_and_grads(model, adapters, {f"toys.{i}.fc": 0.5 for i in range(3)}, inputs, loss, plan))
-    for (plain_B, plain), (losses_B, grads) in zip(steps[:2], steps[2:], strict=True):
-        assert mx.allclose(losses_B, plain_B, rtol=1e-5)
-        assert_same(grads, plain)
-
-
-def test_only_what_is_differentiated_pads_the_rows_of_attention_for_the_fused_gradient(monkeypatch):
-    model, padded, pad = tiny(), [], mx.pad
-    monkeypatch.setattr(attention, "fused_gradient", lambda q: True)
-    monkeypatch.setattr(mx, "pad", lambda x, *rest: padded.append(x.shape) or pad(x, *rest))
-    drawn = model_forward(model, None)(**batch())
-    assert not padded
-    adapters, scales = trained(model)
-    loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-    assert padded
-    monkeypatch.undo()
-    assert mx.allclose(drawn, model_forward(model, None)(**batch()), rtol=1e-5, atol=1e-5)
-
-
-def test_a_live_memory_limit_changes_no_gradient():
-    model = tiny()
-    adapters, scales = trained(model)
-    _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-    with live_memory_limit(1):
-        _, limited = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-    assert_same(limited, free, 0)
 
 
 class Stream:
@@ -398,13 +291,8 @@ def test_the_peak_is_that_of_two_blocks_or_of_those_that_keep_their_activations(
     assert found < most
     assert needs.stored_work(plan) == (2 if plan == "blocks" else 5) * BYTES
     if plan == "blocks":
-        assert peak_in_weights(lambda: model_forward(_described(chain), None)()) < most
-
-
-def _described(chain: Any) -> Any:
-    chain.linears = lambda: {f"{block.name}.fc": (WIDTH, WIDTH) for block in chain.blocks}
-    chain.dtype = mx.float32
-    return chain
+        chain.linears, chain.dtype = lambda: dict.fromkeys(scales, (WIDTH, WIDTH)), mx.float32
+        assert peak_in_weights(lambda: model_forward(chain, None)()) < most
 
 
 def test_the_files_are_deleted_with_the_model_and_those_of_ended_processes_with_the_next(tmp_path, monkeypatch):
@@ -430,21 +318,6 @@ def test_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, monkeypatch)
     monkeypatch.setattr(mx, "save_safetensors", lambda path, arrays: Path(path).write_bytes(b"cut short"))
     with pytest.raises(OSError, match=r"toys\.0\.safetensors could not be written in full: free disk space"):
         WeightFolder(tmp_path).store("toys.0", mx.ones((8, 64)))
-
-
-def test_a_visit_reads_one_block_ahead_and_waits_for_the_block_before(tmp_path, monkeypatch):
-    chain = streamed(Heavy(), tmp_path)
-    seen: list[str] = []
-    whole = StoredWeight.read
-    monkeypatch.setattr(StoredWeight, "read", lambda self: (seen.append(self.file.stem), whole(self))[1])
-    visit = Visit(chain.blocks, (3, 2, 1))
-    for n in visit:
-        seen.append(f"compute {n}")
-        visit.dispatch(visit.weights["fc.weight"].sum())
-    assert seen == [
-        *("streams.3.fc.weight", "compute 3", "streams.2.fc.weight", "compute 2"),
-        *("streams.1.fc.weight", "compute 1"),
-    ]
 
 
 SAMPLES = 5  # 2 and 3 on two cores, 1, 2 and 2 on three

@@ -68,28 +68,23 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, c
     monkeypatch.setattr(mx, "device_info", lambda: info)
 
 
-def test_command_buffers_are_limited_on_a_cuda_device_with_large_ones(monkeypatch):
-    pretend_device(monkeypatch, H200)
-    configure_scheduler()
-    assert os.environ.get(BUFFER_VARIABLE) == "200"
-
-
-def test_a_users_own_limit_of_command_buffers_stays(monkeypatch):
-    pretend_device(monkeypatch, H200)
-    monkeypatch.setenv(BUFFER_VARIABLE, "1000")
-    configure_scheduler()
-    assert os.environ[BUFFER_VARIABLE] == "1000"
-
-
 @pytest.mark.parametrize(
-    "where",
-    [(H200, mx.cpu), (H200, mx.gpu, False), (SPARK,), ({"device_name": "no compute capability"},)],
-    ids=["on the CPU", "on Metal", "where MLX's own limit is smaller", "unknown"],
+    ("where", "own", "limit"),
+    [
+        ((H200,), None, "200"),
+        ((H200,), "1000", "1000"),
+        ((H200, mx.cpu), None, None),
+        ((H200, mx.gpu, False), None, None),  # Metal
+        ((SPARK,), None, None),  # where MLX's own limit is smaller
+        (({"device_name": "no compute capability"},), None, None),
+    ],
 )
-def test_command_buffers_of_other_devices_are_left_alone(where, monkeypatch):
+def test_command_buffers_are_limited_on_a_cuda_device_with_large_ones_and_to_the_users_own_limit(where, own, limit, monkeypatch):
     pretend_device(monkeypatch, *where)
+    if own:
+        monkeypatch.setenv(BUFFER_VARIABLE, own)
     configure_scheduler()
-    assert BUFFER_VARIABLE not in os.environ
+    assert os.environ.get(BUFFER_VARIABLE) == limit
 
 
 def test_the_autoencoder_computes_without_cuda_graphs_on_cuda_alone_and_a_users_setting_stays(monkeypatch):

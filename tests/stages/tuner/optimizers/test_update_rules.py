@@ -178,8 +178,3 @@ def test_an_unknown_name_is_refused_in_one_line(name, numbers, message):
     with pytest.raises(ValueError) as error:
         make_optimizer(name, **numbers)
     assert str(error.value) == message
-
-
-def test_numbers_that_are_left_out_have_their_defaults():
-    made = make_optimizer("prodigy", d_coef=0.5)
-    assert (made.d_coef, made.beta1, made.usual_lr) == (0.5, 0.9, 1.0)
