@@ -14,8 +14,6 @@ from stages.models.efficientnet import (
     SIDE,
     SPREAD,
     EfficientNet,
-    depthwise,
-    same_padding,
 )
 from stages.text_to_image.scores import IMAGE_WEIGHTS
 
@@ -63,20 +61,6 @@ def test_the_features_are_those_of_pytorch_on_the_stored_weights():
     expected = Reference(network.weights).features(torch.from_numpy((pixels - MEAN) / SPREAD).permute(0, 3, 1, 2)).numpy()
     assert found.shape == (1, FEATURES)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("kernel", [3, 5])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("size", [7, 8])
-def test_a_depthwise_convolution_is_that_of_pytorch(kernel, stride, size):
-    draw = np.random.default_rng(kernel)
-    x, weight = draw.normal(size=(1, size, size + 1, 4)).astype(np.float32), draw.normal(size=(4, kernel, kernel, 1))
-    edges = [(0, 0), *(same_padding(s, kernel, stride) for s in (size, size + 1)), (0, 0)]
-    weight = weight.astype(np.float32)
-    found = np.array(depthwise(mx.pad(mx.array(x), edges), mx.array(weight), stride))
-    torch_x, torch_weight = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(weight).permute(0, 3, 1, 2)
-    expected = functional.conv2d(padded(torch_x, kernel, stride), torch_weight, stride=stride, groups=4)
-    assert np.allclose(found, expected.permute(0, 2, 3, 1).numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("change", ["missing", "shape"])

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.models import weights
-from stages.models.flux2.load import load_flux2
+from stages.models.flux2.load import load_flux2, to_diffusers
 from stages.models.folders import locate
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import TINY_TRANSFORMER, family
@@ -205,11 +205,11 @@ def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path,
 
 def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_after():
     noted = []
-    tensors = {name: mx.zeros(200_000_000, mx.uint8) for name in "abc"}
+    tensors = {name: mx.broadcast_to(mx.array(0, mx.uint8), (200_000_000,)) for name in "abc"}
     with weights.reading("the transformer", noted.append):
         weights.evaluate_each(tensors, None, lambda name, value: value[:1])
     assert noted == [f"reading the transformer: {read} of 0.6 GB" for read in (0.2, 0.4, 0.6)] + [""]
-    weights.evaluate_each({"a": mx.zeros(600_000_000, mx.uint8)}, None, lambda name, value: value[:1])
+    weights.evaluate_each({"a": mx.broadcast_to(mx.array(0, mx.uint8), (600_000_000,))}, None, lambda name, value: value[:1])
     assert len(noted) == 4
 
 
@@ -265,6 +265,17 @@ def test_fp8_weights_are_their_own_unpacked_values(
     assert packed.keys() == dense.keys() == reference.state_dict().keys()
     for name, value in dense.items():
         np.testing.assert_array_equal(np.array(packed[name]), np.array(value), name)
+
+
+def test_a_single_file_is_renamed_as_diffusers_does(reference: Any) -> None:
+    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+
+    single = checkpoints.as_single_file(reference.state_dict())
+    found = to_diffusers({name: mx.array(value.numpy()) for name, value in single.items()})
+    expected = convert_flux2_transformer_checkpoint_to_diffusers(single)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(np.array(found[name]), value.numpy(), name)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

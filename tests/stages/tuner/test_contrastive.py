@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.models.t5 import model as module
 from stages.models.t5.model import HEAD, T5, T5Config
 from stages.tuner import contrastive as late
 from stages.tuner.adapters import lora
@@ -243,8 +244,10 @@ def torch_gradients(
     return loss.item(), {name: value.grad.numpy() for name, value in own.items()}
 
 
-@pytest.mark.parametrize("form", ["gated", "relu"])
-def test_the_loss_and_every_gradient_are_those_of_pytorch(form: str) -> None:
+@pytest.mark.parametrize(("form", "attention"), [("gated", "kept"), ("gated", "fused"), ("relu", "computed again")])
+def test_the_loss_and_every_gradient_are_those_of_pytorch(form: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "slow_exp", lambda scores: attention == "kept")
+    monkeypatch.setattr(module, "fused_gradient", lambda queries: attention == "fused")
     model, head = reference(form)
     encoder = ours(model, head)
     assert HEAD not in model.state_dict()
@@ -256,7 +259,7 @@ def test_the_loss_and_every_gradient_are_those_of_pytorch(form: str) -> None:
         name: mx.array(rng.normal(size=a.shape) / 30, mx.float32) if name.endswith(lora.ZERO_AT_START) else a
         for name, a in fresh_adapter(targets, seed=0).items()
     }
-    batch = [texts(99, 6, 9, seed=1), texts(99, 6, 30, seed=2)]
+    batch = [texts(99, 6, 9, seed=1), texts(99, 6, 128 if attention == "fused" else 30, seed=2)]
     inputs = {"ids": [mx.array(ids) for ids, _ in batch], "real": [mx.array(real) for _, real in batch]}
     loss = functools.partial(contrast, query_real=inputs["real"][0], document_real=inputs["real"][1])
     found, grads = loss_and_grads(encoder, arrays, target_scales(targets), inputs, loss)

@@ -1,4 +1,4 @@
-"""The autoencoder against diffusers', whole and in strips of rows, and the layouts of single files."""
+"""The autoencoder against diffusers', whole and in strips of rows, and in the layout of a single file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLFlux2
-from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from safetensors.numpy import save_file
 
-from stages import kernels
-from stages.models import autoencoder, weights
+from stages.models import autoencoder
 from stages.models.autoencoder import arrange
-from stages.models.flux2 import load as convert
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder, memory, patchify, unpatchify
-from stages.models.flux2.load import load_flux2
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder, memory
 from stages.models.flux2.random_weights import weight
 from stages.text_to_image.families import AUTOENCODER, FAMILIES, TINY_AUTOENCODER, family
 from tests import checkpoints
@@ -158,55 +154,6 @@ def test_a_config_of_something_else_is_refused():
         AutoencoderConfig.from_dict({k: v for k, v in AUTOENCODER.items() if k != "latent_channels"})
 
 
-def test_folding_patches_into_channels_is_reversible():
-    z_BHWL = mx.array(images(2, 4, 6, 32))
-    assert mx.array_equal(unpatchify(patchify(z_BHWL)), z_BHWL)
-
-
-@pytest.mark.parametrize("guidance", [False, True])
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_transformer_in_the_makers_layout_is_renamed_as_diffusers_does(prefix, guidance, tmp_path):
-    sizes = {**family("tiny").transformer, "guidance_embeds": guidance}
-    file = transformer_file(tmp_path, prefix, guidance)
-    expected = convert_flux2_transformer_checkpoint_to_diffusers(
-        {k: torch.tensor(v) for k, v in makers_transformer(guidance).items()}
-    )
-
-    model = load_flux2(file, dataclasses.replace(family("tiny"), transformer=sizes))
-    assert set(expected) == set(model.config.shapes())
-    converted = convert.to_diffusers(weights.read_tensors(file))
-    for key, value in expected.items():
-        assert np.array_equal(np.array(converted[key]), value.numpy()), key
-
-
-def transformer_file(folder, prefix, guidance):
-    file = folder / "flux2-dev.safetensors"
-    save_file({prefix + k: v for k, v in makers_transformer(guidance).items()}, file)
-    return file
-
-
-def makers_transformer(guidance):
-    """A random transformer of the tiny family under the makers' names."""
-    D, J, K = 64, 192, 32
-    shapes = {"img_in": (D, 128), "txt_in": (D, J), "final_layer.linear": (128, D), "final_layer.adaLN_modulation.1": (2 * D, D)}
-    for name in ("time_in", "guidance_in") if guidance else ("time_in",):
-        shapes |= {f"{name}.in_layer": (D, 256), f"{name}.out_layer": (D, D)}
-    shapes |= {f"double_stream_modulation_{s}.lin": (6 * D, D) for s in ("img", "txt")}
-    shapes["single_stream_modulation.lin"] = (3 * D, D)
-    scales = {}
-    for i in range(2):
-        for s in ("img", "txt"):
-            at = f"double_blocks.{i}.{s}"
-            shapes |= {f"{at}_attn.qkv": (3 * D, D), f"{at}_attn.proj": (D, D)}
-            shapes |= {f"{at}_mlp.0": (6 * D, D), f"{at}_mlp.2": (D, 3 * D)}
-            scales |= {f"{at}_attn.norm.{n}_norm.scale": (K,) for n in ("query", "key")}
-        shapes |= {f"single_blocks.{i}.linear1": (9 * D, D), f"single_blocks.{i}.linear2": (D, 4 * D)}
-        scales |= {f"single_blocks.{i}.norm.{n}_norm.scale": (K,) for n in ("query", "key")}
-    draw = np.random.default_rng(0)
-    every = {f"{k}.weight": v for k, v in shapes.items()} | scales
-    return {k: draw.standard_normal(v).astype(np.float32) for k, v in every.items()}
-
-
 def test_every_family_names_an_autoencoder_that_divides_by_16():
     assert {autoencoder.AutoencoderConfig.from_dict(record.autoencoder).scale for record in FAMILIES.values()} == {16}
 
@@ -227,43 +174,3 @@ def test_a_tiled_image_gives_the_latent_and_the_picture_of_an_untiled_one(model,
     monkeypatch.setattr(autoencoder, "STRIP_BYTES", strip)
     assert mx.abs(model.encode(image) - latent).max() < 1e-5
     assert mx.abs(model.decode(latent) - picture).max() < 1e-5
-
-
-def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_with_inexact_products_and_a_small_image_is_one_strip(monkeypatch):
-    assert autoencoder.strip_rows(256, 256, 128, 128) == 256
-    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
-    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
-    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 256
-    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
-    assert list(autoencoder.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
-
-
-def waited_for(monkeypatch, sizes: list[int], work: int = 0) -> list[int]:
-    """Which strips of these sizes, in values, a queue waits for, in order, while they are started."""
-    found: list[int] = []
-    monkeypatch.setattr(mx, "eval", lambda strip: found.append(strip.tolist()[0]))
-    queue = autoencoder.StripQueue()
-    for at, size in enumerate(sizes):
-        queue.start(mx.full((size,), at, mx.int32), work)
-    return found
-
-
-def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_two_strips(monkeypatch):
-    monkeypatch.setattr(autoencoder, "STRIP_BYTES", 400)
-    monkeypatch.setattr(autoencoder, "GPU_STRIP_BYTES", 400)
-    assert waited_for(monkeypatch, [100, 1, 100]) == [0, 1, 2]
-    monkeypatch.setattr(kernels, "compiles", lambda: True)
-    assert waited_for(monkeypatch, [100, 100, 100, 100]) == [0, 1]
-    assert waited_for(monkeypatch, [10] * 22) == [0, 1], "small strips are started far ahead"
-    assert waited_for(monkeypatch, [1, 1, 1], work=150) == [0, 1], "what a strip is computed from counts"
-    assert waited_for(monkeypatch, [1000]) == [], "a strip that is too large is started all the same"
-
-
-def test_strips_that_are_used_are_freed_and_a_freed_strip_is_never_read():
-    held = autoencoder.Rows([mx.zeros((1, 2, 4, 1)), mx.ones((1, 2, 4, 1))])
-    held.free_before(2)
-    assert held.strips[0] is None and held.take(2, 4).shape == (1, 2, 4, 1)
-    with pytest.raises(AssertionError, match="freed too early"):
-        held.take(1, 3)

@@ -34,11 +34,6 @@ def test_the_noise_levels_are_those_of_diffusers(tokens: int, steps: int) -> Non
     np.testing.assert_allclose(sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
 
 
-def test_the_levels_of_four_steps_are_the_published_ones() -> None:
-    np.testing.assert_allclose(sigmas(4096, 4), [1, 0.967384, 0.908144, 0.7672, 0], atol=1e-6)
-    np.testing.assert_allclose(sigmas(1024, 4), [1, 0.958085, 0.883982, 0.717497, 0], atol=1e-6)
-
-
 def test_zero_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
         sigmas(1024, 0)
@@ -63,12 +58,6 @@ def test_euler_steps_are_those_of_diffusers() -> None:
     velocity = lambda x, sigma, following: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
     *_, got = sampling.euler(velocity, sampling.noise(0, (2, 8)), sigmas(16, 5))
     np.testing.assert_allclose(np.array(got), expected.numpy(), rtol=0, atol=1e-5)
-
-
-def test_the_true_velocity_leads_from_noise_to_the_image() -> None:
-    clean, noise = sampling.noise(1, (1, 4, 2, 2)), sampling.noise(2, (1, 4, 2, 2))
-    *_, got = sampling.euler(lambda x, *levels: noise - clean, noise, sigmas(4, 3))
-    np.testing.assert_allclose(np.array(got), np.array(clean), atol=1e-6)
 
 
 def test_a_bfloat16_velocity_leaves_the_latent_in_float32() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -122,22 +121,6 @@ def test_the_gradient_is_that_of_diffusers(reference: Any, batch: int) -> None:
         np.testing.assert_allclose(np.array(got) / scale, expected.numpy() / scale, rtol=0, atol=1e-4)
 
 
-def test_every_linear_of_a_block_is_computed_by_the_callers_function(reference: Any) -> None:
-    model, seen = ours(reference), {}
-
-    def linear_for(block: str) -> Callable[..., mx.array]:
-        def linear(name: str, weight: Any, x: mx.array) -> mx.array:
-            y = plain_linear(name, weight, x)
-            seen[f"{block}.{name}"] = (y.shape[-1], x.shape[-1])
-            return y
-
-        return linear
-
-    run(model, **given(), linear_for=linear_for)
-    assert seen == model.linears()
-    assert len(seen) == 2 * 12 + 3 * 2
-
-
 def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16(reference: Any) -> None:
     model, seen = ours(reference, mx.bfloat16), set()
 
@@ -173,16 +156,6 @@ def test_positions_are_those_of_diffusers_pipeline() -> None:
     texts = Flux2KleinPipeline._prepare_text_ids(torch.zeros(1, TEXT, 20))[0].numpy()
     np.testing.assert_array_equal(image_ids(*SIZE), images)
     np.testing.assert_array_equal(text_ids(TEXT), texts)
-
-
-def test_rotary_tables_are_reused_by_shape_up_to_a_limit(reference: Any) -> None:
-    model = ours(reference)
-    first = model.rope(image_ids(2, 2))
-    assert model.rope(image_ids(2, 2)) is first
-    for width in range(3, 3 + layers.TABLES_KEPT):
-        model.rope(image_ids(2, width))
-    assert model.rope(image_ids(2, 2)) is not first
-    assert len(model.rope.kept) == layers.TABLES_KEPT
 
 
 def test_a_config_without_a_field_is_refused_by_its_name() -> None:

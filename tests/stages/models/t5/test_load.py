@@ -15,7 +15,7 @@ import pytest
 
 from stages.models.t5.files import load_encoder, load_weights, read_sizes, read_torch_file
 from stages.models.t5.model import HEAD
-from tests.stages.models.t5.test_encoder import ours, reference, texts
+from tests.stages.models.t5.test_encoder import reference
 
 
 @pytest.fixture(scope="module", params=["gated", "relu"])
@@ -110,16 +110,6 @@ def test_a_damaged_file_of_pytorch_is_refused_in_one_line(tmp_path: Path) -> Non
     assert refused > 100
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(saved: Any, tmp_path: Path, wrong: float) -> None:
-    folder = copied(saved, tmp_path)
-    arrays: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
-    arrays["encoder.block.1.layer.0.SelfAttention.k.weight"][3, 4] = wrong
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    with pytest.raises(ValueError, match=r"SelfAttention\.k\.weight has values that are infinite or not a number"):
-        load_encoder(folder)
-
-
 @pytest.mark.parametrize("shape", [(-1, 1), (-1,)])
 def test_matrices_in_8_bits_are_unpacked_row_by_row(saved: Any, tmp_path: Path, shape: tuple[int, ...]) -> None:
     folder = copied(saved, tmp_path)
@@ -142,25 +132,11 @@ def test_matrices_in_8_bits_are_unpacked_row_by_row(saved: Any, tmp_path: Path, 
         load_encoder(folder)
 
 
-def test_a_loaded_encoder_gives_the_vectors_of_the_reference(saved: Any) -> None:
-    model, head, folder = saved
-    ids, real = texts(99, 3, 12)
-    ours_B, loaded_B = (each([mx.array(ids)], [mx.array(real)])[0] for each in (ours(model, head), load_encoder(folder)))
-    assert mx.array_equal(ours_B, loaded_B).item()
-
-
 def damaged(folder: Path, how: str) -> None:
-    arrays: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
     if how == "missing":
+        arrays: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
         arrays.pop("encoder.block.2.layer.1.layer_norm.weight")
-    elif how == "unknown":
-        arrays["encoder.block.7.layer.0.layer_norm.weight"] = mx.ones(48)
-    elif how == "shape":
-        arrays["encoder.block.0.layer.0.SelfAttention.o.weight"] = mx.ones((48, 48))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    if how == "cut":
-        content = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(content[:-100])
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays)
     elif how == "head":
         shutil.rmtree(folder / "1_Dense")
     elif how == "head shape":
@@ -179,9 +155,6 @@ def damaged(folder: Path, how: str) -> None:
     ("how", "message"),
     [
         ("missing", r"lacks encoder.block.2.layer.1.layer_norm.weight \(1 of"),
-        ("unknown", r"holds encoder.block.7.layer.0.layer_norm.weight, which the architecture does not have"),
-        ("shape", r"SelfAttention.o.weight must be \(48, 32\), got \(48, 48\)"),
-        ("cut", r"is cut short"),
         ("head", r"has no projection head: looked for 1_Dense/ and 2_Dense/"),
         ("head shape", r"head.linear.weight must be \(32, 48\), got \(32, 40\)"),
         ("bias", r"must hold linear.weight and nothing else, got linear.bias, linear.weight"),

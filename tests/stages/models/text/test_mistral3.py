@@ -14,7 +14,6 @@ import pytest
 from stages.models.text import tokenisation
 from stages.models.text.decoder import Decoder, Mistral3Config
 from stages.models.text.encoder import TextEncoder, widen
-from stages.models.text.tokenisation import PromptTokenizer
 from stages.text_to_image.families import family
 from tests import checkpoints
 from tests.checkpoints import HIDDEN
@@ -95,7 +94,7 @@ def decoder(model: Any) -> Decoder:
 
 
 def test_reading_layer_by_layer_gives_the_same_embeddings(folder: Path) -> None:
-    for whole, layered in zip(encoder(folder).encode(TEXTS), encoder(folder, by_layer=True).encode(TEXTS), strict=True):
+    for whole, layered in zip(encoder(folder).encode(TEXTS[:2]), encoder(folder, by_layer=True).encode(TEXTS[:2]), strict=True):
         np.testing.assert_array_equal(whole.words, layered.words)
 
 
@@ -133,35 +132,3 @@ def test_another_architecture_is_refused_with_the_field(change: dict[str, Any], 
         Mistral3Config.from_dict(config | {"text_config": config["text_config"] | change})
     with pytest.raises(ValueError, match="must have an object as text_config, got 3"):
         Mistral3Config.from_dict({"text_config": 3})
-
-
-def test_the_system_message_is_that_of_diffusers() -> None:
-    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-
-    assert tokenisation.SYSTEM_MESSAGE == SYSTEM_MESSAGE
-
-
-def test_a_prompt_follows_the_system_message_and_starts_the_text_once(folder: Path) -> None:
-    prompts = PromptTokenizer(folder / "tokenizer", DEV)
-    formed = f"<s>[SYSTEM_PROMPT]{tokenisation.SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]a cat[/INST]"
-    assert prompts.apply_template("a [IMG]cat") == formed
-    made = prompts("a cat")
-    assert made.ids[made.first] == 1 and made.ids[made.first + 1] == 17 and made.ids[-1] == 4
-    assert (made.ids[: made.first] == 11).all()
-
-
-def test_the_older_form_of_a_chat_template_is_read(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
-    template = tmp_path / "tokenizer" / "chat_template.jinja"
-    (tmp_path / "tokenizer" / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
-    template.unlink()
-    old, new = (PromptTokenizer(where / "tokenizer", DEV)("a cat") for where in (tmp_path, folder))
-    np.testing.assert_array_equal(old.ids, new.ids)
-
-
-def test_a_template_may_ask_whether_a_message_is_at_an_even_place(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
-    file = tmp_path / "tokenizer" / "chat_template.jinja"
-    file.write_text(file.read_text().replace("{% set said %}", "{% if loop.index0 % 2 > 1 %}never{% endif %}{% set said %}"))
-    alternating, plain = (PromptTokenizer(where / "tokenizer", DEV)("a cat") for where in (tmp_path, folder))
-    np.testing.assert_array_equal(alternating.ids, plain.ids)

@@ -17,6 +17,7 @@ import pytest
 from stages.models.random_model import write_tokenizer
 from stages.models.text.encoder import TextEncoder, rows, text_encoder_sizes
 from stages.text_to_image.families import family
+from tests.checkpoints import quantised
 from tests.stages.models.test_gguf import file_of
 
 QWEN3, RECORD = family("tiny"), family("flux3-tiny")
@@ -116,15 +117,7 @@ def test_a_text_encoder_that_mflux_saved_without_its_sizes_is_read(reference: An
     copied(reference[1], tmp_path, "")
     sizes = json.loads((tmp_path / "config.json").read_text())["text_config"]
     record = replace(RECORD, text_encoder=sizes)
-    stored, dense = {}, mx.load(str(tmp_path / "model.safetensors"))
-    for name, value in dense.items():
-        stored[name] = value
-        if value.ndim == 2 and value.shape[-1] % 64 == 0:
-            parts = mx.quantize(value, 64, 8)
-            stored |= {
-                name.replace("weight", part): each for part, each in zip(("weight", "scales", "biases"), parts, strict=True)
-            }
-            dense[name] = mx.dequantize(*parts, group_size=64, bits=8)
+    stored, dense = quantised(mx.load(str(tmp_path / "model.safetensors")), 8, 64)
     (tmp_path / "config.json").unlink()
     template = tmp_path / "chat_template.jinja"
     plain = template.read_text()

@@ -1,4 +1,4 @@
-"""Tokenized prompts against diffusers' klein pipeline, on the tiny model."""
+"""Tokenized prompts against transformers; hostile tokenizers. test_encoder.py compares what becomes of the ids with diffusers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,57 +25,6 @@ TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "it's <|im
 @pytest.fixture
 def prompts(tiny_weights: Path) -> PromptTokenizer:
     return PromptTokenizer(tiny_weights / "tokenizer", TINY)
-
-
-def ids_of_diffusers(tiny_weights: Path, text: str) -> tuple[list[int], list[int]]:
-    """The ids and the mask that diffusers' pipeline gives its text encoder."""
-    import torch
-    from diffusers import Flux2KleinPipeline
-    from transformers import AutoTokenizer
-
-    given: dict[str, Any] = {}
-
-    class Recorder(torch.nn.Module):
-        dtype = torch.float32
-        device = torch.device("cpu")
-
-        def forward(self, **inputs: Any) -> Any:
-            given.update(inputs)
-            states = [torch.zeros(1, inputs["input_ids"].shape[1], 4)] * 4
-            return SimpleNamespace(hidden_states=states)
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_weights / "tokenizer")
-    embed = Flux2KleinPipeline._get_qwen3_prompt_embeds
-    embed(Recorder(), tokenizer, text, max_sequence_length=TINY.text_tokens, hidden_states_layers=TINY.text_layers)
-    return given["input_ids"][0].tolist(), given["attention_mask"][0].tolist()
-
-
-def test_a_prompt_is_one_user_turn_with_thinking_closed(prompts: PromptTokenizer) -> None:
-    formed = "<|im_start|>user\nPROMPT<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert prompts.apply_template("PROMPT") == formed
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_padding_are_those_of_diffusers(tiny_weights: Path, prompts: PromptTokenizer, text: str) -> None:
-    ids, real = ids_of_diffusers(tiny_weights, text)
-    prompt = prompts(text)
-    assert prompt.ids.tolist() == ids
-    assert prompt.real == sum(real) and real == sorted(real, reverse=True)
-
-
-def test_an_empty_prompt_is_an_empty_turn(prompts: PromptTokenizer) -> None:
-    prompt = prompts("")
-    assert (prompt.real, prompt.dropped) == (12, 0)
-    assert prompts.tokenizer.decode(prompt.ids[:12], skip_special_tokens=False) == prompts.apply_template("")
-
-
-def test_tokens_that_are_cut_off_are_counted(prompts: PromptTokenizer) -> None:
-    whole = prompts.tokenizer.encode(prompts.apply_template("word " * 90)).ids
-    prompt = prompts("word " * 90)
-    assert (prompt.real, prompt.dropped) == (64, len(whole) - 64)
-    assert prompt.dropped > 30
-    fitting = prompts("cat" * 4)
-    assert fitting.dropped == 0 and fitting.real < 64
 
 
 def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
@@ -197,6 +145,7 @@ BRANCHES = """
 {%- set ns = namespace(last=messages|length - 1, seen=false) %}
 {%- set today = strftime_now("%Y") %}
 {%- for message in messages %}
+    {%- if loop.index0 % 2 > 1 %}{{ raise_exception("never") }}{% endif %}
     {%- if message.role == "assistant" %}{% continue %}{% endif %}
     {%- if loop.index0 == ns.last %}{% set ns.seen = true %}{% endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
