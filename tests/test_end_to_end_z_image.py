@@ -181,13 +181,3 @@ def velocity(weights: Path, adapter: Path | None, x_BCHW: np.ndarray, text: np.n
     size = x_BCHW.shape[2] // 2, x_BCHW.shape[3] // 2
     given = architecture.inputs(mx.array(folded(x_BCHW)), size, levelled([text])[0], mx.array([0.6]))
     return np.array(forward(**given))
-
-
-def test_training_on_turbo_is_refused_with_the_reason_before_anything_is_read(project: Path, tmp_path: Path) -> None:
-    folder = projects.copied(project, tmp_path / "turbo")
-    projects.edit(folder, f'family = "{TINY.name}"', 'family = "z-image-turbo"')
-    reason = "z-image-turbo is distilled: it draws in few steps, and training on it may fail"
-    assert reason in projects.latentmill(folder, "plan", code=2)
-    with pytest.raises(ValueError, match=reason):
-        projects.build(folder, "images")
-    assert not (folder / "tables").exists()

@@ -15,7 +15,6 @@ import pytest
 from pipeline import cli
 from pipeline.commands import own
 from pipeline.store.disk import format_bytes
-from stages.pipelines import load
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
 from tests import projects
@@ -30,13 +29,6 @@ def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
 
 def references() -> dict[str, str]:
     return {name: reference for _, commands in cli.command_groups(()) for name, reference in commands.items()}
-
-
-@pytest.mark.parametrize("name", references())
-def test_every_command_has_the_name_under_which_it_is_listed_and_a_summary_of_one_line(name):
-    command = load(references()[name])
-    assert command.name == name
-    assert command.help and 10 < len(cli.summary(references()[name])) < 100
 
 
 def test_no_pipeline_replaces_a_command_that_every_project_has():

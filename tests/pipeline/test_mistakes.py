@@ -130,15 +130,6 @@ def test_init_refuses_to_overwrite_a_project(project):
     assert (project / "project.toml").read_text() == text
 
 
-def test_init_makes_a_project_that_can_be_opened(tmp_path, project):
-    code, _, err = projects.said("init", str(tmp_path / "new"), "--images", str(project / "images"), "--trigger", 'o"hm')
-    assert code == 0, err
-    made = Project(tmp_path / "new")
-    assert made.resource("image_folder").resolve() == (project / "images").resolve()
-    assert made.config.sections["captions"].trigger == 'o"hm'
-    assert made.family.name == "klein-base-4b"
-
-
 def test_messages_name_the_image_folder_without_dots_also_where_the_project_is_a_link(tmp_path, project):
     new_project(tmp_path / "deep" / "new", {"images": str(project / "images"), "family": "tiny"})
     projects.edit(tmp_path / "deep" / "new", str(project / "images"), "../../project/images")

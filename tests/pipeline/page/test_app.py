@@ -308,28 +308,16 @@ def test_files_are_written_while_another_process_writes_the_table_and_the_page_s
     assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
 
 
-def test_a_caption_that_cannot_be_used_is_refused_in_one_line(page, folder):
+def test_a_text_or_a_replacement_that_cannot_be_used_is_refused_in_one_line_and_changes_no_caption(page, folder):
     key, before = next(iter(texts(page).items()))
-    for text in ["x" * 1_000_000, "", "   ", "\ud800", 3, ["a"]]:
-        answered = page.post("/edit/captions", content=json.dumps({key: {"before": before, "text": text}}), headers=TOKEN)
-        assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
-        assert not (folder / "captions.edits.jsonl").exists()
-
-
-def test_a_replacement_that_cannot_be_used_changes_no_caption(page, folder):
-    for asked in [
-        {"find": "a", "by": "x" * 1_000_000},
-        {"find": "a fox, on snow", "by": " "},
-        {"find": "", "by": "x"},
-        {"find": "\ud800", "by": "x"},
-        {"find": "a", "by": "\ud800"},
-        {"find": ["a"], "by": "x"},
-        {"find": "a"},
-        ["a", "b"],
-    ]:
-        answered = page.post("/replace/captions", content=json.dumps(asked), headers=TOKEN)
-        assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
-        assert not (folder / "captions.edits.jsonl").exists()
+    edits = [{key: {"before": before, "text": text}} for text in ("x" * 1_000_000, "", "   ", "\ud800", 3, ["a"])]
+    wrong = (("a", "x" * 1_000_000), ("a fox, on snow", " "), ("", "x"), ("\ud800", "x"), ("a", "\ud800"), (["a"], "x"))
+    replacements = [*({"find": find, "by": by} for find, by in wrong), {"find": "a"}, ["a", "b"]]
+    for action, asked in (("edit", edits), ("replace", replacements)):
+        for each in asked:
+            answered = page.post(f"/{action}/captions", content=json.dumps(each), headers=TOKEN)
+            assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
+    assert not (folder / "captions.edits.jsonl").exists()
 
 
 def test_bodies_that_are_too_large_or_no_edits_are_refused(page):
@@ -429,7 +417,8 @@ def test_pages_are_answered_while_the_stage_of_an_edit_runs(page, monkeypatch):
     assert page.post("/edit/captions", json={key: {"before": before, "text": "a cat"}}, headers=TOKEN).status_code == 200
     answered: list[int] = []
     monkeypatch.setattr("pipeline.runner.run", lambda *_: answered.append(page.get("/fragment/captions").status_code))
-    assert page.post("/files/captions", json={"undo": False}, headers=TOKEN).status_code == 200
+    with page:  # one event loop for both requests
+        assert page.post("/files/captions", json={"undo": False}, headers=TOKEN).status_code == 200
     assert answered == [200]
 
 

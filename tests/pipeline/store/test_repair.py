@@ -100,25 +100,15 @@ def test_an_index_that_cannot_be_read_at_all_is_rebuilt_from_the_shards(tmp_path
     check_tensors(table)
 
 
-def test_a_damaged_old_lance_manifest_does_not_stop_a_run(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE, flush_seconds=0) as writer:
-        for number in range(5):
-            writer.append(notes(number))
-    empty(lance_files(table, "_versions/*.manifest")[3])
-    with Writer(table, RECIPE) as writer:
-        writer.finish(None, {})
-    assert texts(table) == [f"text {n}" for n in range(5)]
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda path: flip(path, len(path.read_bytes()) // 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x" * 64),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
     "deleted": Path.unlink,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:900]),
-    "without its end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", ["longer", "cut", "deleted"])
 def test_rows_of_a_lost_shard_are_missing_again_and_only_those(tmp_path: Path, kind: str):
     table = written(tmp_path / "t", *range(15))
     DAMAGE[kind](sorted(table.shards.glob("*.arrow"))[1])
@@ -195,15 +185,7 @@ def test_cleaning_moves_a_damaged_tensor_with_its_old_checksum(tmp_path: Path):
         table.tensors().read("row-00002")
 
 
-APPEND: dict[str, Callable[[Path], object]] = {
-    "flipped": lambda path: flip(path, len(path.read_bytes()) // 2),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x" * 64),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
-    "deleted": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("kind", APPEND)
+@pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("pattern", ["_versions/*.manifest", "data/*", "_transactions/*"])
 def test_a_damaged_lance_file_is_no_full_disk_and_prints_nothing(tmp_path: Path, pattern: str, kind: str, capfd):
     table = TableFolder(tmp_path / "t", NOTES)
@@ -211,7 +193,7 @@ def test_a_damaged_lance_file_is_no_full_disk_and_prints_nothing(tmp_path: Path,
         writer.append(notes(1, 2))
         writer.finish(None, {})
     for path in lance_files(table, pattern):
-        APPEND[kind](path)
+        DAMAGE[kind](path)
     try:
         assert texts(table) == ["text 1", "text 2"]
     except ValueError as error:
@@ -225,10 +207,10 @@ def test_a_damaged_lance_file_is_no_full_disk_and_prints_nothing(tmp_path: Path,
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("kind", APPEND)
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_a_row_whose_file_is_damaged_is_missing_and_only_that_row(tmp_path: Path, kind: str):
     table = files(tmp_path / "t", 1, 2, 3)
-    APPEND[kind](table.folder / "artifacts" / "2.txt")
+    DAMAGE[kind](table.folder / "artifacts" / "2.txt")
     if kind != "flipped":
         assert table.rows()["name"].to_pylist() == table.committed()["name"].to_pylist() == ["1", "3"]
     with Writer(table, {}) as writer:

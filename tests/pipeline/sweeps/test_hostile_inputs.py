@@ -44,52 +44,32 @@ ROOT = projects.ROOT
 
 NESTED: dict[str, Callable[[int], str]] = {
     "brackets.py": lambda n: f"def a(x):\n    return {'(' * n}x{')' * n}\n",
-    "lists.py": lambda n: f"x = {'[' * n}{']' * n}\n",
     "open.py": lambda n: "(" * n,
     "else.py": lambda n: "def a(x):\n    if x:\n        pass\n" + "    elif x:\n        pass\n" * n,
-    "blocks.py": lambda n: "".join(f"{' ' * level}if x:\n" for level in range(min(n, 2000))) + " " * min(n, 2000) + "pass\n",
     "not.py": lambda n: f"x = {'not ' * n}1\n",
-    "plus.py": lambda n: f"x = {'1+' * n}1\n",
     "dots.py": lambda n: f"x = a{'.b' * n}\n",
-    "calls.py": lambda n: f"x = a{'()' * n}\n",
-    "lambdas.py": lambda n: f"x = {'lambda: ' * n}1\n",
-    "classes.py": lambda n: "".join(f"{' ' * level}class A:\n" for level in range(min(n, 900))) + " " * min(n, 900) + "pass\n",
     "parameters.py": lambda n: (
         f"def a({', '.join(f'b{each}' for each in range(n))}):\n    return 1\n    # more\n    # and more\n"
     ),
     "functions.py": lambda n: "def a():\n    x = 1\n    return x\n" * (n // 4),
-    "decorators.py": lambda n: "@a\n" * n + "def b():\n    x = 1\n    return x\n",
-    "strings.py": lambda n: '"""' + "a" * n,
     "quotes.py": lambda n: "'" * n,
     "doc.py": lambda n: f'def a():\n    """{"word " * n}"""\n    x = 1\n    return x\n',
     "escapes.py": lambda n: "def a():\n    '''\\ud800 \\N{LATIN SMALL LETTER A} \\x00'''\n    x = 1\n    return x\n" + "\\" * n,
-    "numbers.py": lambda n: f"x = {'9' * n}\n",
     "format.py": lambda n: "x = " + "f'{" * min(n, 300) + "1" + "}'" * min(n, 300) + "\n",
     "lines.py": lambda n: "\n" * n * 10,
-    "returns.py": lambda n: "\r" * n,
     "spaces.py": lambda n: " " * n * 10 + "x\n",
-    "tabs.py": lambda n: "\t" * n + "x\n",
     "comment.h": lambda n: "/*" * n,
-    "blank.h": lambda n: "\n" * n * 10,
     "templates.cpp": lambda n: f"{'a<' * n}int{'>' * n} f() {{ return 1; }}\n",
     "macro.c": lambda n: "#define A \\\n" * n,
     "braces.c": lambda n: "int f() {" + "{" * n + "}" * n + "}\n",
-    "braces.js": lambda n: "function f() {" + "{" * n + "}" * n + "}\n",
-    "slashes.js": lambda n: "x = " + "/" * n + "\n",
     "jsx.tsx": lambda n: "<a>" * n,
-    "generics.java": lambda n: f"class A {{ {'B<' * n}C{'>' * n} f() {{ return null; }} }}\n",
     "types.rs": lambda n: f"fn f() -> {'Vec<' * n}u8{'>' * n} {{ loop {{}} }}\n",
     "raw.rs": lambda n: f'fn f() {{ let x = r{"#" * n}"a"{"#" * n}; }}\n',
     "deep.go": lambda n: f"package a\nfunc f() {{ x := {'(' * n}1{')' * n} }}\n",
-    "here.sh": lambda n: "cat <<A\n" * n,
     "dollars.sh": lambda n: "x=" + "$(" * n + ")" * n + "\n",
-    "heads.md": lambda n: "# a\n" * n,
     "quotes.md": lambda n: "> " * n + "x\n",
-    "fences.md": lambda n: "```\n" * n,
     "stars.md": lambda n: "*" * n + "a" + "_" * n,
-    "links.md": lambda n: "[" * n + "](" * n,
     "cells.ipynb": lambda n: json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1\n"]}] * n}),
-    "deep.ipynb": lambda n: "[" * n,
     "odd.ipynb": lambda n: json.dumps({"cells": [{"cell_type": 1, "source": {"a": [None] * n}}, None, 5, "x"]}),
     "coding.py": lambda n: "# -*- coding: rot13 -*-\nqrs n():\n    erghea 1\n" * (n // 100 + 1),
     "zlib.py": lambda n: "# coding: zlib\nx\n",
@@ -97,16 +77,7 @@ NESTED: dict[str, Callable[[int], str]] = {
     "unknown.py": lambda n: f"# coding: {'x' * n}\nx = 1\n",
     "merge.py": lambda n: "<<<<<<< a\n" * n + "=======\n>>>>>>> b\n",
 }
-TEXTS = (
-    "x = 1\n",
-    "\ufeff\ufeff",
-    "\x00" * 90,
-    "\u2028\u2029\x85\x0b\x0c\x1c",
-    "\u202edef a():\n",
-    "😀" * 500,
-    "\x1b]0;t\x07",
-    "Z͑ͫ̓ͪ" * 900,
-)
+ODD = ("x = 1\n", "\ufeff\ufeff", "\x00" * 90, "\u2028\x85\x0b", "\u202edef a():\n", "😀" * 500, "\x1b]0;t\x07", "Z͑ͫ̓ͪ" * 900)
 
 
 def nested(folder: Path, draw: random.Random) -> None:
@@ -131,7 +102,7 @@ def mutated_source(folder: Path, draw: random.Random) -> None:
 
 
 def odd_text(folder: Path, draw: random.Random) -> None:
-    parts = [draw.choice(TEXTS) for _ in range(draw.randint(1, 20))]
+    parts = [draw.choice(ODD) for _ in range(draw.randint(1, 20))]
     data = "".join(parts).encode(draw.choice(("utf-8", "utf-16", "utf-32", "utf-7")), "replace") + draw.randbytes(
         draw.choice((0, 3))
     )
@@ -172,31 +143,7 @@ def odd_file(folder: Path, draw: random.Random) -> None:
 
 
 def rules(folder: Path, draw: random.Random) -> None:
-    pieces = (
-        "*",
-        "**",
-        "/",
-        "a",
-        "[",
-        "]",
-        "!",
-        "\\",
-        "?",
-        " ",
-        "{",
-        "}",
-        "#",
-        "[!",
-        "[a-z]",
-        "[z-a]",
-        "**/",
-        "/**",
-        ".",
-        "\t",
-        "é",
-        "[[:alpha:]]",
-        "\x00",
-    )
+    pieces = (*"*/[]!\\? {}#.a\té\x00", "**", "[!", "[a-z]", "[z-a]", "**/", "/**", "[[:alpha:]]")
     lines = ["".join(draw.choice(pieces) for _ in range(draw.randint(1, 40))) for _ in range(draw.choice((1, 5, 500)))]
     # Rules of these pieces may leave out anything; the last ones take all honest files in again.
     text = "\n".join([*lines, *("!/" + str(part) for name in HONEST for part in (Path(name).parent, name))])
@@ -226,18 +173,7 @@ def tar_of(members: list[tuple[tarfile.TarInfo, bytes]], form: int = tarfile.PAX
 
 
 def hostile_tar(folder: Path, draw: random.Random) -> None:
-    names = [
-        "a.png",
-        "b.txt",
-        "../c.png",
-        "/etc/d.png",
-        "e\x1b[31m.png",
-        "x" * 300 + ".png",
-        "f.json",
-        "a.png",
-        "dir/g.png",
-        "\ud800.png",
-    ]
+    names = ["a.png", "b.txt", "../c.png", "/etc/d.png", "e\x1b[31m.png", "f.json", "a.png", "\ud800.png", "x" * 300 + ".png"]
     members = []
     for name in draw.sample(names, draw.randint(1, len(names))):
         info = tarfile.TarInfo(name)
@@ -363,21 +299,7 @@ QUERIES = (
     "0", "-1", "1e999", "nan", "true", "null", "select * from units",
 )  # fmt: skip
 PATTERNS = ("*", "**", "a" * 3000, "*a" * 30 + "b", "[", "[!", "[z-a]", "/", "..", "../*", "\x00", "", "\\")
-REGEXES = (
-    "(a+)+$",
-    "(x|x)*y",
-    "(.*)*b",
-    "(",
-    "[",
-    "*",
-    "a{99999}",
-    "(?P<a>b)(?P<a>c)",
-    "\\",
-    "(?<=a+)b",
-    "(?i)x",
-    "^(([a-z])+.)+[A-Z]([a-z])+$",
-    "",
-)
+REGEXES = ("(a+)+$", "(.*)*b", "(", "[", "*", "a{99999}", "(?P<a>b)(?P<a>c)", "\\", "(?<=a+)b", "^(([a-z])+.)+[A-Z]([a-z])+$", "")
 
 
 def query_of(draw: random.Random) -> str:
@@ -407,20 +329,8 @@ def words_of(draw: random.Random) -> list[str]:
 
 def call_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
     number = draw.choice((0, 1, -1, 2**31, 2**63, 10**30))
-    path = draw.choice(
-        (
-            "flat/words.py",
-            "",
-            "\x00",
-            "../" * 9 + "etc/passwd",
-            "/etc/passwd",
-            "flat",
-            "a" * 5000,
-            "flat/words.py\n",
-            "~",
-            "flat/../flat/words.py",
-        )
-    )
+    odd = ("", "\x00", "../" * 9 + "etc/passwd", "a" * 5000, "flat/words.py\n")
+    path = draw.choice((*odd, "flat/words.py", "/etc/passwd", "flat", "~", "flat/../flat/words.py"))
     tool = draw.choice(("search", "search", "related", "read", "status"))
     given: dict[str, Any] = {
         "search": {"query": query_of(draw), "path": draw.choice(PATTERNS), "limit": number, "folder": draw.choice(("", path))},

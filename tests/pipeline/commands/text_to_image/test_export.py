@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +20,7 @@ from stages.models.adapters import A, B
 from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
-from tests import checkpoints, projects
+from tests import projects
 from tests.pipeline.commands.text_to_image.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer
 
 TINY = family("tiny")
@@ -136,23 +135,6 @@ def test_a_kohya_file_with_alpha_is_read_as_diffusers_reads_it(tmp_path: Path, t
     assert len(scales) == 5 and set(scales.values()) == {0.5}
     want = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
     assert np.abs(through_diffusers(transformer, tmp_path / "kohya.safetensors") - want).max() < 1e-5
-
-
-def test_a_file_that_diffusers_saved_with_its_own_alpha_is_read_with_it(tmp_path: Path, transformer: Any) -> None:
-    import torch
-    from diffusers import Flux2KleinPipeline
-    from peft import LoraConfig
-
-    torch.manual_seed(5)
-    names = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.attn.to_out"]
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=names, init_lora_weights=False, alpha_pattern={names[1]: 2})
-    adapted = copy.deepcopy(transformer)
-    adapted.add_adapter(config)
-    want = forward(adapted)
-    arrays, scales = FLUX2.read_adapter(checkpoints.save_lora(Flux2KleinPipeline, tmp_path, adapted, config))
-    assert scales == {names[0]: 3.0, names[1]: 0.5}
-    found = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
-    assert np.abs(found - want).max() < 1e-5
 
 
 def test_the_metadata_name_the_project_the_recipe_and_the_rank(tmp_path: Path, transformer: Any) -> None:

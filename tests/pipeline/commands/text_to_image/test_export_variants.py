@@ -141,17 +141,19 @@ def test_a_lokr_for_comfyui_is_one_in_lycoris_names_with_alpha(tmp_path: Path, t
     assert said["ss_network_module"] == "lycoris.kohya"
 
 
-def test_a_peft_lokr_file_is_read_with_its_alpha(tmp_path: Path, transformer: Any) -> None:
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoKrConfig"])
+def test_a_file_that_diffusers_saved_with_its_own_alphas_is_read_with_them(tmp_path: Path, transformer: Any, kind: str) -> None:
+    import peft
     import torch
     from diffusers import Flux2KleinPipeline
-    from peft import LoKrConfig
 
     torch.manual_seed(5)
     chosen = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.attn.to_out", "transformer_blocks.0.ff.linear_in"]
-    config = LoKrConfig(
-        r=5, alpha=10, target_modules=chosen, decompose_factor=4, decompose_both=True, init_weights=False,
-        rank_pattern={chosen[2]: 1}, alpha_pattern={chosen[2]: 3},
-    )  # fmt: skip
+    lora = kind == "LoraConfig"
+    options: dict[str, Any] = {"lora_alpha": 10, "init_lora_weights": False} if lora else {"alpha": 10, "init_weights": False}
+    options |= {} if lora else {"decompose_factor": 4, "decompose_both": True}
+    patterns = {"rank_pattern": {chosen[2]: 1}, "alpha_pattern": {chosen[2]: 3}}
+    config = getattr(peft, kind)(r=5, target_modules=chosen, **options, **patterns)
     adapted = copy.deepcopy(transformer)
     adapted.add_adapter(config)
     want = forward(adapted)
