@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from data.research.pages.recipe import FILE, RIVALS, render, rivals_table, settings_tables
-from data.research.pages.settings import defaults, in_words
-from pipeline.commands.settings import chosen, entries, in_toml
+from data.research.pages.settings import defaults
+from pipeline.commands.settings import chosen, in_toml
 from pipeline.project import config
-from stages.settings import runtime, setting
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.diffusion import BASES, WEIGHTS
 from stages.tuner.optimizers import METHODS, make_optimizer
@@ -93,12 +92,6 @@ def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand
     assert rates[1] == pytest.approx(make_optimizer("adamw").usual_lr / 5) == float("2e-5")
 
 
-def test_the_page_says_when_to_use_sizes_repeats_and_batches() -> None:
-    part = PAGE.split("## Sizes, repeats and batches")[1].split("\n## ")[0]
-    for name in ("Several resolutions", "repeats", "batch_size", "accumulate", "micro_batch"):
-        assert re.search(rf"^- \*\*{name}\*\*[^:]*: when ", part, re.MULTILINE), name
-
-
 def test_a_name_of_another_trainer_means_one_of_our_distributions() -> None:
     assert {base for names in RIVALS["noise_names"].values() for base in names.values()} <= set(BASES)
 
@@ -111,11 +104,6 @@ def test_every_distribution_and_every_weight_is_explained() -> None:
 EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_examples_show_the_sections_that_people_add() -> None:
-    for words in ("[train.ema]", "[train.validation]", "[train.mask]", "[train.preservation]", '"lokr"', "base_bits = 4"):
-        assert any(words in example for example in EXAMPLES), words
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_is_a_project_file_whose_sections_are_on(example: str, tmp_path: Path) -> None:
     file = tmp_path / "project.toml"
@@ -123,36 +111,3 @@ def test_every_example_is_a_project_file_whose_sections_are_on(example: str, tmp
     sections = config.load(file).sections
     for name in re.findall(r"^\[train\.(\w+)\]", example, re.MULTILINE):
         assert getattr(sections["train"], name) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class Inner:
-    decay: float = setting(0.99, "how much | stays")
-
-
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    inner: Inner | None = setting(None, "an average")  # noqa: RUF009
-    name: str = runtime("x", "a name")
-
-
-def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
-    found = list(entries({"train": Outer}))
-    assert [(e.key, e.optional, e.change) for e in found] == [
-        ("train.name", False, "changes no row"),
-        ("train.inner.decay", True, "starts a new run"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "toml", "words"),
-    [
-        (None, "unset", "unset"),
-        (True, "true", "true"),
-        (1e-4, "0.0001", "0.0001"),
-        (("a", "b"), '["a", "b"]', "a, b"),
-        ((512, 768), "[512, 768]", "512, 768"),
-    ],
-)
-def test_a_default_is_written_as_the_project_file_would_have_it(value: object, toml: str, words: str) -> None:
-    assert (in_toml(value), in_words(value)) == (toml, words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory
 from stages.text_to_image.embeddings.stage import load_encoder
 from stages.text_to_image.families import family
 from stages.text_to_image.stored_embeddings import LEVELS, pack, stored_words, unpack
-from stages.tuner.blockwise import device
 from stages.tuner.blockwise.device import live_memory_limit
 from tests import harness, projects
 from tests.harness import table_of
@@ -95,26 +93,6 @@ def test_every_embedding_has_the_familys_number_of_rows_and_its_statistics_leave
         np.testing.assert_allclose([row["mean"], row["std"], row["absmax"]], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_what_diffusers_computes_for_the_same_texts(folder: Path, tmp_path: Path) -> None:
-    import torch
-    from diffusers import Flux2KleinPipeline
-
-    made = tensors(harness.run(STAGE, context_of(folder, tmp_path)))
-    texts = sorted({row["text"] for row in CAPTIONED})
-    pipeline = Flux2KleinPipeline.from_pretrained(folder)
-    with torch.no_grad():
-        theirs, _ = pipeline.encode_prompt(texts, max_sequence_length=64, text_encoder_out_layers=TINY.text_layers)
-    for text, expected in zip(texts, theirs.numpy(), strict=True):
-        np.testing.assert_allclose(widen(made[digest(text)]), expected, atol=1e-4, rtol=2**-8)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_batch_size_changes_no_value(folder: Path, tmp_path: Path, precision: Any) -> None:
-    first = harness.run(STAGE, context_of(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=1)))
-    second = harness.run(STAGE, context_of(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=3)))
-    assert first.equals(second)
-
-
 def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
@@ -128,14 +106,6 @@ def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Pa
         lines[0].startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long for the text encoder, which reads 64;")
         and "\n" not in lines[0]
     )
-
-
-def test_progress_counts_pending_texts(folder: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int, str]] = []
-    context = context_of(folder, tmp_path)
-    context.report.progress = lambda *step: seen.append(step)
-    harness.run(STAGE, context)
-    assert seen == [(i + 1, 4, "texts") for i in range(4)]
 
 
 def test_the_memory_of_the_text_encoder_is_released_when_a_run_is_closed(folder: Path, tmp_path: Path) -> None:
@@ -241,19 +211,6 @@ def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path)
     with live_memory_limit(before + plan.live):
         list(encoder.encode(["a cat", "a dog"]))
     assert mx.get_peak_memory() - before <= 1.02 * plan.peak, (mx.get_peak_memory() - before, plan.peak)
-
-
-def test_arrays_that_are_not_freed_in_time_are_waited_for_and_batches_of_operations_are_small(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[str] = []
-    monkeypatch.setattr(mx, "synchronize", lambda: waited.append(os.environ[device.BUFFER_VARIABLE]))
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 1 << 50)
-    monkeypatch.setattr(device, "gathers_large_command_buffers", lambda: True)
-    monkeypatch.setenv(device.BUFFER_VARIABLE, "")
-    monkeypatch.delenv(device.BUFFER_VARIABLE)
-    harness.run(STAGE, context_of(folder, tmp_path))
-    assert waited == ["200"] * 4 * max(TINY.text_layers), "once a layer of each text"
 
 
 STATES = 3

@@ -122,13 +122,6 @@ def test_a_micro_batch_that_would_divide_a_loss_over_the_whole_batch_is_refused(
         ToyRun(tmp_path / "artifacts", replace(CONFIG, micro_batch=micro_batch)).go()
 
 
-def test_a_resumed_run_keeps_the_plan_that_it_began_with(tmp_path):
-    run = ToyRun(tmp_path / "artifacts", replace(CONFIG, memory="blocks")).go(stop_at=3)
-    run.config = CONFIG
-    run.go()
-    assert checkpoint.find_checkpoints(run.folder)[0].state["plan"] == "blocks"
-
-
 def test_an_average_of_the_adapter_is_published_beside_it_changes_it_not_and_resumes_to_the_bit(whole, tmp_path):
     config = replace(CONFIG, ema=EmaConfig(0.5))
     straight = ToyRun(tmp_path / "a", config).go()

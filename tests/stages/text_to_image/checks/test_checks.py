@@ -11,13 +11,11 @@ from stages.text_to_image.checks import (
     SIDE,
     ChecksConfig,
     imbalance,
-    measure,
     measure_picture,
     near_pairs,
     repeated_phrase,
     text_warnings,
 )
-from stages.text_to_image.imaging.decode import Room
 from tests.projects import Silent, build, edit, make
 from tests.stages.text_to_image.checks import planted
 
@@ -56,19 +54,6 @@ def test_pictures_without_a_near_duplicate_give_no_pair():
     stripes = np.zeros((2, SIDE, SIDE), np.uint8)
     stripes[0, ::4] = stripes[1, 1::4] = 255  # equal hashes of their coarse parts, and no correlation
     assert near_pairs(stripes, USUAL.similarity) == []
-
-
-def test_a_picture_is_decoded_for_measuring_only_while_there_is_room_for_its_pixels(tmp_path, monkeypatch):
-    taken = []
-
-    class Watched(Room):
-        def taken(self, pixels):
-            taken.append(pixels)
-            return super().taken(pixels)
-
-    monkeypatch.setattr("stages.text_to_image.checks.ROOM", Watched(1))
-    Image.new("L", (96, 64)).save(tmp_path / "a.png")
-    assert measure(tmp_path / "a.png")["border"] == 0 and taken == [96 * 64]
 
 
 def test_a_threshold_separates_sharp_pictures_from_blurred_ones():

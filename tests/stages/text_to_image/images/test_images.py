@@ -12,7 +12,7 @@ from stages.text_to_image.checks import mark_near_duplicates
 from stages.text_to_image.images import folder
 from stages.text_to_image.images import stage as images
 from stages.text_to_image.images.folder import scan
-from stages.text_to_image.images.stage import STAGE, ImagesConfig
+from stages.text_to_image.images.stage import STAGE
 from stages.text_to_image.imaging.usable import names_copy
 from tests.stages.text_to_image.images.folders import Project, draw
 
@@ -190,22 +190,6 @@ def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(tmp_path,
     assert sorted(project.verdicts())[:3] == ["00.png", "01.png", "02.png"] and len(project.verdicts()) < 6
     project.run()
     assert project.verdicts() == {"00.png": None} | {f"{number:02}.png": "duplicate" for number in range(1, 20)}
-
-
-def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, monkeypatch):
-    tables = []
-    for workers, batch in ((1, 1), (4, 64)):
-        monkeypatch.setattr(images, "BATCH", batch)
-        project = Project.__new__(Project)
-        if not tables:
-            project.__init__(tmp_path)
-            for number in range(9):
-                draw(project.source / f"{number}.png", number % 3)
-        project.__dict__ |= {"folder": tmp_path, "source": tmp_path / "images", "stored": None, "lines": []}
-        project.config = ImagesConfig(workers=workers)
-        project.run()
-        tables.append(project.stored)
-    assert tables[0].equals(tables[1])
 
 
 def test_a_missing_or_empty_folder_is_an_error_that_names_the_remedy(project):

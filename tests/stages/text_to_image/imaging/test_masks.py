@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import open_alpha
 from stages.text_to_image.latents import STAGE
@@ -83,10 +82,6 @@ def test_the_mask_beside_an_image_comes_first_then_the_nearest_folder(tmp_path):
         assert masks.mask_finder(tmp_path)(["gone.png", "s/d.png"]) == name
         (tmp_path / name).unlink()
     assert masks.mask_finder(tmp_path)(["gone.png", "s/d.png"]) is None
-
-
-def test_masks_are_no_rows_of_the_table_images(folder):
-    assert [row["path"] for row in scan(folder).files] == ["beside.png", "inside.jpg", "none.png"]
 
 
 def test_a_token_is_the_mean_over_its_pixels_row_by_row():

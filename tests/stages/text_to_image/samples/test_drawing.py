@@ -108,16 +108,6 @@ def test_a_preview_with_references_is_the_picture_that_diffusers_draws_from_them
         assert np.abs(expected - plain).mean() > 0.1, "the references change nothing"
 
 
-def test_references_are_encoded_by_the_autoencoder_that_decodes(root: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
-    config = replace(CONFIG, base=True, checkpoints=(), seeds=(0,), references=(str(tmp_path / "red.png"),))
-    run = context(root, tmp_path / "run", config)
-    asked: list[str] = []
-    run.reuse = lambda name, load: asked.append(name) or load()
-    assert harness.run(STAGE, run).num_rows == 2
-    assert [name.split()[0] for name in asked] == ["autoencoder", "sampler", "autoencoder"] and asked[0] == asked[2]
-
-
 def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, seeds=(0,), checkpoints=())
     plain = replace(TINY, real_cfg=False)
@@ -126,20 +116,6 @@ def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, t
     for one, other in zip(harness.run(STAGE, run).to_pylist(), harness.run(STAGE, alone).to_pylist(), strict=True):
         np.testing.assert_array_equal(pixels(run, one), pixels(alone, other))
         np.testing.assert_allclose(pixels(run, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
-
-
-def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(CONFIG, checkpoints="last", seeds=(0,), guidance=3.0)
-    drawn = []
-    for most in (sampling.TOGETHER, 0):
-        monkeypatch.setattr(sampling, "TOGETHER", most)
-        run = context(root, tmp_path / str(most), config)
-        drawn.append(
-            [np.asarray(Image.open(run.output.artifacts / path), int) for path in harness.run(STAGE, run)["path"].to_pylist()]
-        )
-    assert np.abs(np.array(drawn[0]) - np.array(drawn[1])).max() <= 1
 
 
 def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_one(root: Path, tmp_path: Path) -> None:

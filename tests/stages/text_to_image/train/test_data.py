@@ -19,10 +19,6 @@ CROPS = [(512, "a.png"), (768, "a.png"), (512, "rare/b.png"), (768, "rare/very/c
 NAMES = {f"id{n}": [f"{'held' if n % 4 == 0 else 'more'}/{n}.png"] for n in range(40)}
 
 
-def test_without_settings_every_crop_comes_once():
-    assert rates(DataConfig(), CROPS) == [1.0] * 5
-
-
 def test_only_the_proportion_of_the_weights_counts_and_the_heaviest_comes_once():
     for weights in ({"512": 1, "768": 0.25}, {"512": 80, "768": 20}):
         assert rates(DataConfig(resolutions=weights), CROPS) == [1.0, 0.25, 1.0, 0.25, 1.0]
@@ -124,10 +120,6 @@ def test_regularisation_images_are_drawn_as_often_as_all_others_together_whateve
     half = drawn([*subject, *of_class], regularisation=0.5)
     assert half["reg"] == pytest.approx(half["10_cat"] / 2, rel=0.01)
     assert drawn([*subject, *of_class], regularisation=0.0)["reg"] == 0
-
-
-def test_without_rules_nothing_changes():
-    assert folder_rates([0.5, 2.0], [image(), image()], 1.0) == [0.5, 2.0]
 
 
 def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(tmp_path, tiny_weights):

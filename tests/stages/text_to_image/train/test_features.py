@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from stages.text_to_image.train.config import LossConfig, TLoraConfig, ValidationConfig
-from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint
-from stages.tuner import step as tuner_step
 from stages.tuner.adapters import lora
 from stages.tuner.config import EmaConfig, OptimizerConfig
 from stages.tuner.replay import replay_step
@@ -59,35 +56,6 @@ def test_with_every_feature_on_a_broken_run_ends_with_the_bits_of_an_unbroken_on
     assert (run.folder / ARTIFACTS / best).read_bytes() == (whole.folder / ARTIFACTS / best).read_bytes()
 
 
-def test_a_kill_within_an_accumulation_repeats_that_step_to_the_bit(whole, transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, whole.config, rich_tables())
-    real, calls = tuner_step.loss_and_grads, iter(range(1, 100))
-
-    def dies(*given: Any) -> Any:
-        if next(calls) == 10:  # the second micro-batch of the fourth step: three gradients at every second one
-            raise KeyboardInterrupt
-        return real(*given)
-
-    monkeypatch.setattr(tuner_step, "loss_and_grads", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run.go()
-    monkeypatch.setattr(tuner_step, "loss_and_grads", real)
-    run.go()
-    assert run.rows == whole.rows
-    assert files(run) == files(whole)
-
-
-def test_a_stop_within_an_accumulation_ends_the_step_first(transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, replace(BASE, accumulate=3))
-    asked: list[int] = []
-    real = tuner_step.loss_and_grads
-    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [asked.append(1), real(*given)][1])
-    context = run.context(lambda: len(asked) >= 2)
-    rows = [row for batch in STAGE.run(context) for row in batch.to_pylist()]
-    assert {row["step"] for row in rows} == {1}
-    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / ARTIFACTS)] == [1]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -127,31 +95,6 @@ def test_the_preservation_loss_is_in_the_rows_of_the_steps_and_samples_that_have
         assert (row["preservation"] is None) == (row["step"] % 2 == 1 or row["dropped"])
     assert all(0 < row["preservation"] < row["loss"] for row in trained if row["preservation"] is not None)
     assert all(row["preservation"] is None for row in whole.rows if row["split"] == "validation")
-
-
-def test_the_average_is_published_beside_the_adapter_and_differs_from_it(whole):
-    raw, averaged = (mx.load(str(whole.folder / ARTIFACTS / name)) for name in (checkpoint.ADAPTER, checkpoint.EMA))
-    assert set(raw) == set(averaged)
-    assert any(not mx.array_equal(raw[name], averaged[name]) for name in raw)
-    for saved in checkpoint.find_checkpoints(whole.folder / ARTIFACTS):
-        assert saved.intact(checkpoint.EMA)
-
-
-def test_a_checkpoint_holds_the_rows_since_the_one_before_it(whole):
-    found = checkpoint.find_checkpoints(whole.folder / ARTIFACTS)[::-1]
-    since = [[row["step"] for row in saved.rows().to_pylist()] for saved in found]
-    assert [min(steps) for steps in since] == [0, *(saved.step + 1 for saved in found[:-1])]
-    assert [max(steps) for steps in since] == [saved.step for saved in found]
-
-
-def test_held_out_images_are_measured_and_never_trained_on(whole):
-    split = {"train": set(), "validation": set()}
-    for row in whole.rows:
-        split[row["split"]].add(row["image_id"])
-    assert split["validation"]
-    assert not split["train"] & split["validation"]
-    assert {row["step"] for row in whole.rows if row["split"] == "validation"} == {0, 2, 4, 6}
-    assert {row["sigma"] for row in whole.rows if row["split"] == "validation"} == {np.float32(0.3), np.float32(0.7)}
 
 
 def test_measuring_a_run_does_not_change_what_it_learns(transformer, tmp_path):

@@ -8,17 +8,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
+from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import loop
 from stages.tuner import replay as tuner_replay
 from stages.tuner import step as tuner_step
-from stages.tuner.config import EmaConfig
-from stages.tuner.loop import Loader
 from stages.tuner.memory import MemoryPlan, choose_plan
 from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
-from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
+from tests.stages.text_to_image.train.runs import BASE, Run
 
 
 @pytest.fixture
@@ -54,23 +52,6 @@ def test_every_step_runs_under_the_live_memory_limit_of_the_plan_and_the_limit_i
     assert seen == bounds * 2
     assert mx.get_memory_limit() == before
     assert (0.29e9 if plan == "whole" else 0) < bounds[0] < 0.3e9
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"accumulate": 3}, {"micro_batch": 1}, {"preservation": PreservationConfig()}, {"memory": "blocks", "ema": EmaConfig()}],
-    ids=["plain", "several batches", "micro-batches", "preservation", "by blocks, averaged"],
-)
-def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, replace(BASE, **more), rich_tables())
-    made = run.training()
-    made.memory = replace(made.memory, plan=run.config.memory if "memory" in more else "whole", live_bytes=1)
-    waits: list[int] = []
-    real = mx.eval
-    monkeypatch.setattr(mx, "eval", lambda *given: [waits.append(1), real(*given)][1])
-    for step, batches, _ in Loader(run.task(), range(1, 4)):
-        made.step(batches, 1e-4, ratio=True)
-        assert len(waits) == step
 
 
 ASIDE = ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8))

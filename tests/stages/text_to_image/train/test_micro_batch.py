@@ -91,12 +91,3 @@ def test_a_replay_computes_with_the_micro_batches_that_the_run_had(checkpoint_ev
     found = replay_step(run.context(), ImageTask(run.context()), 5)
     assert measured_memory.sizes == SIZES + SIZES[begun:]
     assert all(sample.loss == sample.logged for sample in found)
-
-
-def test_an_automatic_micro_batch_changes_no_row_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
-    sizes = iter([10, 22, 5, 40, 22, 10, 22])
-    monkeypatch.setattr(tuner_step, "adjust_max_tokens", lambda *given: next(sizes))
-    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
-    for ours, theirs in zip(run.rows, whole.rows, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-    assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)

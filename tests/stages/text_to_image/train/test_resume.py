@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.text_to_image.train.config import ValidationConfig
-from stages.text_to_image.train.stage import STAGE
-from stages.tuner import checkpoint
 from stages.tuner.config import EmaConfig
-from tests import harness
 from tests.stages.text_to_image.train.runs import (
     BASE,
     Run,
@@ -22,14 +19,6 @@ from tests.stages.text_to_image.train.runs import (
 @pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("whole"), transformer, replace(BASE, accumulate=2)).go()
-
-
-def test_a_stop_writes_a_checkpoint_of_its_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
-    assert max(step for step, _, _ in run.stored) == 2
-    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")] == [2]
-    first = run.go(kill_at=3).said[-2]
-    assert first.endswith("steps 3 to 7")
 
 
 def test_rows_that_a_kill_lost_are_yielded_again_without_training(whole, transformer, tmp_path):
@@ -50,14 +39,6 @@ def test_rows_that_neither_table_nor_checkpoint_holds_are_trained_again(whole, t
     run.go()
     assert run.said[-2].endswith("steps 1 to 7")
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_a_finished_run_loads_nothing_and_writes_nothing(whole):
-    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-    whole.loaded = 0
-    assert harness.run(STAGE, whole.context()).num_rows == 0
-    assert whole.loaded == 0
-    assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
 
 
 def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run(whole, transformer, tmp_path):
@@ -117,11 +98,3 @@ def test_a_checkpoint_from_which_the_run_cannot_go_on_is_told_of_and_changes_no_
     run.go()
     assert any(line.startswith(told) for line in run.said)
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_the_interval_of_checkpoints_changes_no_result(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, replace(whole.config, checkpoint_every=1, keep_states=1)).go()
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-    states = sorted(path.parent.name for path in tmp_path.rglob("optimizer.safetensors"))
-    assert states == ["step-000007"]
-    assert len(list(tmp_path.rglob("checkpoints/*/adapter.safetensors"))) == 7

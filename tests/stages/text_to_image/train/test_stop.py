@@ -95,14 +95,6 @@ def test_a_measurement_is_not_interrupted_after_its_last_micro_batch(whole, tran
     assert results(run.go()) == results(whole)
 
 
-def test_a_measurement_interrupted_twice_is_repeated_too(whole, transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, CONFIG)
-    until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")
-    until(run, monkeypatch, TrainingStep, "measure", 2, "file")
-    assert max(row["step"] for row in run.rows) == 2
-    assert results(run.go()) == results(whole)
-
-
 def test_a_repeated_measurement_of_which_a_kill_lost_rows_is_repeated_once_more(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")

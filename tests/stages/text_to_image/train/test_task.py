@@ -7,10 +7,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.stage_run import ArrayReader
-from pipeline.store.rows import conform
 from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
 from stages.text_to_image.families import family
-from stages.text_to_image.train.batches import MicroBatch, level_batches
+from stages.text_to_image.train.batches import level_batches
 from stages.text_to_image.train.config import (
     DataConfig,
     MaskConfig,
@@ -23,16 +22,10 @@ from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import draws
 from stages.tuner.loop import Loader, wanted_rows
-from stages.tuner.validation import Validation
+from tests.stages.text_to_image.train.runs import rows_of
 
-EMPTY = {pa.string(): "", pa.bool_(): False}
 IMAGE_COUNT = 6
 FIRST_WITHOUT_SETTINGS = [(5, 768, "text5", 0.6115), (1, 768, "nothing", 0.7483), (4, 512, "text4", 0.9776)]
-
-
-def table(schema, rows):
-    blank = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else EMPTY.get(f.type, 0) for f in schema.batch}
-    return pa.Table.from_batches([schema.record_batch([blank | row for row in rows])])
 
 
 class Project:
@@ -64,11 +57,11 @@ class Project:
         captions = [{"role": r, "image_id": i, "caption_id": c, "position": p, "text": c} for r, i, c, p in texts]
         embeddings = [{"caption_id": c, "shape": [2, 3], "tensor": [n] * 6} for n, (_, _, c, _) in enumerate(texts)]
         self.tables = {
-            "images": table(IMAGES, images),
-            "buckets": table(BUCKETS, places),
-            "latents": table(LATENTS, latents),
-            "captions": table(CAPTIONS, captions),
-            "embeddings": table(EMBEDDINGS, embeddings),
+            "images": rows_of(IMAGES, *images),
+            "buckets": rows_of(BUCKETS, *places),
+            "latents": rows_of(LATENTS, *latents),
+            "captions": rows_of(CAPTIONS, *captions),
+            "embeddings": rows_of(EMBEDDINGS, *embeddings),
         }
         self.inputs, self.needs = self, {"family": family("tiny")}
         self.config = TrainConfig(batch_size=2, caption_dropout=dropout, noise=NoiseConfig("uniform", shift="none"))
@@ -108,18 +101,6 @@ def test_without_settings_the_first_draws_are_these_three():
     assert found == FIRST_WITHOUT_SETTINGS
 
 
-def test_resolutions_and_folders_occur_as_often_as_their_settings_say():
-    config = DataConfig(resolutions={"512": 1, "768": 0.25}, repeats={"rare": 2})
-    made = task(Project(), data=config)
-    samples = drawn(made, 400)
-    for rare in (False, True):
-        counts = [sum(s.crop.width == w and (s.crop.image_id >= "image3") == rare for s in samples) for w in (32, 48)]
-        assert counts[0] == pytest.approx(4 * counts[1], rel=0.05)
-    rare = sum(s.crop.image_id >= "image3" for s in samples)
-    assert rare == pytest.approx(2 * (len(samples) - rare), rel=0.05)
-    assert made.draw(77) == task(Project(), data=config).draw(77)
-
-
 def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_have():
     made = task(Project(), data=DataConfig(resolutions={"512": 1, "768": 0.01}), batch_size=3)
     assert {sample.crop.width for sample in drawn(made, 8)} == {32}
@@ -156,9 +137,9 @@ def test_a_dropped_caption_leaves_the_trigger_of_the_pictures_own_folder():
     rows = [{"role": "trigger", "caption_id": "dog", "text": "dog", "position": 1}]
     rows += several.without("captions", "empty").tables["captions"].to_pylist()
     rows += [{"role": "empty", "caption_id": "nothing", "text": ""}]
-    several.tables["captions"] = table(CAPTIONS, rows)
+    several.tables["captions"] = rows_of(CAPTIONS, *rows)
     words = [{"caption_id": "dog", "shape": [2, 3], "tensor": [9] * 6}]
-    several.tables["embeddings"] = pa.concat_tables([several.tables["embeddings"], table(EMBEDDINGS, words)])
+    several.tables["embeddings"] = pa.concat_tables([several.tables["embeddings"], rows_of(EMBEDDINGS, *words)])
     made = task(several, data=DataConfig(dropped="trigger"))
     found = {s.crop.image_id: s.caption_id for s in drawn(made, 120) if s.dropped}
     assert found == {"image0": "dog", "image2": "nothing"} | dict.fromkeys(["image1", "image3", "image4", "image5"], "word")
@@ -195,15 +176,9 @@ def test_masks_are_read_as_token_weights_and_only_for_batches_that_have_any():
         floor = np.float32(0.2)
         assert weights.tolist() == ([floor, 1.0] * 3 if sample.crop.image_id == "image2" else [1.0] * 6)
     assert all(m.mask_BL is None for _, ms, _ in Loader(task(project, mask=None), range(1, 20)) for m in ms)
-    project.tables["latents"] = table(LATENTS, [r | {"mask": None} for r in project.tables["latents"].to_pylist()])
+    project.tables["latents"] = rows_of(LATENTS, *[r | {"mask": None} for r in project.tables["latents"].to_pylist()])
     with pytest.raises(ValueError, match="no crop has a mask"):
         dataset(project, mask=MaskConfig())
-
-
-def test_a_selection_of_a_micro_batch_has_only_its_own_samples():
-    whole = MicroBatch(["a", "b", "c"], *(np.arange(3) for _ in range(3)), mask_BL=np.arange(3))
-    part = whole.select(1, 3)
-    assert part.samples == ["b", "c"] and part.mask_BL.tolist() == part.ctx_BTJ.tolist() == [1, 2] and part.class_BTJ is None
 
 
 HELD = ValidationConfig(share=0.3, every=10, sigmas=(0.25, 0.5), patience=2)
@@ -240,33 +215,10 @@ def test_every_held_out_crop_is_measured_at_every_level_in_batches_of_one_shape(
     assert all(len({shapes[row] for row, _ in batch}) == 1 and len(batch) <= 4 for batch in batches)
 
 
-def test_the_stored_rows_decide_when_a_run_ends_and_which_step_is_best():
+def test_the_wanted_rows_of_a_run_have_the_key_and_every_measurement_up_to_its_end():
     made = task(Project(), batch_size=3, steps=40, validation=HELD)
     count = made.held_out.count
     wanted = wanted_rows(made, 35)
     measured = wanted.filter(pa.compute.equal(wanted["split"], "validation"))
     assert set(measured["step"].to_pylist()) == {0, 10, 20, 30} and measured.num_rows == 4 * count
     assert set(wanted.column_names) == set(TRAIN.key)
-    curve = {0: 1.0, 10: 0.5, 20: 0.6, 30: 0.55, 40: 0.4}
-    rows = [
-        {"step": step, "split": "validation", "sample": n, "loss": loss} for step, loss in curve.items() for n in range(count)
-    ]
-    rows += [{"step": 5, "split": "train", "loss": 9.0}, {"step": 25, "split": "validation", "loss": 0.1}]
-    stored = table(TRAIN, rows)
-
-    def decided(steps, rows=stored, config=HELD):
-        validation = Validation(config, count, steps)
-        validation.add(rows.to_pylist())
-        return validation.last_step, validation.best_step
-
-    assert decided(1000, stored.slice(0, 3 * count)) == (1000, 10)
-    assert decided(1000) == (30, 10) and decided(20) == (20, 10)
-    patient = replace(HELD, patience=None)
-    assert decided(40, config=patient) == (40, 40) and decided(39, config=patient) == (39, 10) and decided(9) == (9, None)
-    assert decided(77, config=None) == (77, None)
-
-
-def test_a_row_without_a_split_is_a_row_of_training():
-    row = {f.name: EMPTY.get(f.type, 0) for f in TRAIN.batch if f.name != "split"}
-    batch = TRAIN.record_batch([row])
-    assert conform(batch, TRAIN)["split"].to_pylist() == ["train"]
