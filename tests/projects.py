@@ -257,11 +257,11 @@ def in_terminal(
     environment: Mapping[str, str] = os.environ,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> tuple[int, str]:
-    """Run a program in a terminal of so many columns: (its exit code, what it shows)."""
+    """Run a program whose output is a terminal of so many columns: (its exit code, what it shows)."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(words, stdout=its, stderr=its, env=environment, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(words, stdout=its, stderr=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
     begun(process)
     os.close(its)
     shown = b""

@@ -34,16 +34,6 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds_with_rate_and_t
     assert all(re.fullmatch(r"latents: \d+ of 200 images, 2\.0 images/s, .* left", line) for line in said)
 
 
-def test_reading_a_large_model_without_a_terminal_is_a_line_every_few_seconds_until_progress_begins(clock, capsys):
-    with Terminal("train") as shown:
-        for read in range(40):
-            shown.note(f"reading the transformer: {read} of 40 GB")
-            clock[0] += 1
-        shown.note("")
-        shown.progress(0, 10, "step")
-    assert lines(capsys) == ["train: reading the transformer: 15 of 40 GB", "train: reading the transformer: 30 of 40 GB"]
-
-
 @pytest.mark.parametrize("shown", [Terminal, terminal.hashing_of])
 def test_how_much_of_a_large_file_is_hashed_is_shown_in_every_command(shown, clock, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(hashing, "LARGE", 300_000_000)
@@ -99,15 +89,6 @@ def test_numbers_are_written_with_their_unit():
     assert format_bytes(1234.5e9) == "1234 GB"
     assert [format_seconds(s) for s in (0.44, 12.2, 200, 7500)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 5 min"]
     assert [format_rate(speed, "image") for speed in (12.34, 0.25)] == ["12.3 images/s", "4.0 s/image"]
-
-
-def test_facts_of_a_training_run_end_the_line_of_progress(clock, capsys):
-    with Terminal("train") as shown:
-        for step in range(1, 40):
-            shown.note(f"loss 0.{step}")
-            shown.progress(step, 100, "step")
-            clock[0] += 1
-    assert re.fullmatch(r"train: \d+ of 100 steps, 1\.0 steps/s, 1 min \d+ s left; loss 0\.\d+", lines(capsys)[-1])
 
 
 def test_the_summary_of_a_run_names_loss_held_out_rate_next_checkpoint_and_memory():

@@ -14,10 +14,10 @@ import pytest
 from pipeline import runner
 from pipeline.project.project import Project
 from pipeline.store.table import Writer
-from pipeline.work import divide, perform
+from pipeline.work import divide
 from stages.pipelines import Pipeline
 from stages.run import Run
-from stages.stage import Artifact, WorkUnit
+from stages.stage import Artifact
 from stages.text_to_image import PIPELINE
 from tests import projects, toy
 from tests.projects import without
@@ -130,35 +130,6 @@ def test_what_is_stored_already_is_in_no_unit(finished, elsewhere, tmp_path):
     runner.run(project, "tokens", projects.Silent(), compute=in_another_process(elsewhere, project, "tokens", sizes))
     assert len(sizes) == -(-(wanted.num_rows - 3) // ROWS)
     assert projects.content(folder, "tokens") == ordinary
-
-
-def test_a_stage_that_is_not_divisible_is_one_unit(finished, tmp_path):
-    folder = without(finished(toy.PIPELINE), tmp_path / "project", "lines")
-    project = Project(folder)
-    stage = project.stage("lines")
-    run = project.open(stage.name)
-    run.output.pending = stage.wants(run)
-    module = project.pipeline.stages["lines"]
-    assert len(list(divide(module, stage, run, {}, ROWS))) == 4
-    whole = type(stage)(**{**vars(stage), "divisible": False})
-    (unit,) = divide(module, whole, run, {}, ROWS)
-    assert isinstance(unit, WorkUnit) and unit.pending.equals(run.output.pending)
-    run.output.pending = run.output.pending.slice(0, 0)
-    assert not list(divide(module, whole, run, {}, ROWS))
-
-
-def test_artifacts_come_before_the_batch_that_names_them_and_nothing_is_written(finished, tmp_path):
-    folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
-    project = Project(folder)
-    stage = project.stage("tokens")
-    run = project.open(stage.name)
-    run.output.pending = stage.wants(run)
-    before = {str(path) for path in folder.rglob("*")}
-    (unit, *_) = divide("tests.toy.tokens", stage, run, project.inputs("tokens"), ROWS)
-    results = list(perform(unit))
-    assert all(isinstance(item, pa.RecordBatch | Artifact) for item in results)
-    assert sum(batch.num_rows for batch in results if isinstance(batch, pa.RecordBatch)) == ROWS
-    assert {str(path) for path in folder.rglob("*")} == before
 
 
 # Without Ray

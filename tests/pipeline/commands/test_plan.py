@@ -161,13 +161,6 @@ def test_a_stage_that_cannot_run_for_the_family_says_why_in_its_line(tmp_path, m
     assert any(why in line for line in lines if line.startswith("embeddings"))
 
 
-def test_a_mistake_of_the_user_is_told_and_not_taken_for_a_table_that_is_not_built(tmp_path):
-    lines, _ = projects.report(klein(tmp_path), int(60e9))
-    notes = {line.split()[0]: line for line in lines}
-    assert "holds no images: put some there" in notes["images"]
-    assert "not built" not in notes["captions"] and "not downloaded" not in notes["train"]
-
-
 def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_up_to_date(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     console = projects.Silent()
@@ -188,18 +181,6 @@ def test_besides_arrays_a_stage_takes_less_memory_than_the_plan_says_of_the_prog
         projects.latentmill_process(folder, "run", name, "--only")
         run = Project(folder).current(name).manifest()["facts"]["run"]
         assert 0.1 * PROGRAM_BYTES < run["peak_rss"] - run["peak_mlx"] < PROGRAM_BYTES, run
-
-
-def test_time_is_forecast_at_the_rate_of_the_last_run(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "p", tiny_weights, images=3)
-    projects.build(folder, "images", "captions", "buckets", "latents")
-    project = Project(folder)
-    found = projects.planned(project)["latents"]
-    assert found.missing == 0 and found.wanted == project.current("latents").rows().num_rows and found.seconds is None
-    projects.add_image(folder, "new.png", 7)
-    projects.build(folder, "images", "captions", "buckets")
-    later = projects.planned(Project(folder))["latents"]
-    assert later.missing == 2 and later.seconds is not None and later.seconds > 0
 
 
 def test_after_a_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, tiny_weights):

@@ -87,16 +87,6 @@ def test_a_table_that_is_not_built_has_its_columns_and_no_rows(tmp_path: Path) -
     assert ask(early, "select stage, recipe, rows, bytes from tables where not built limit 1") == [("checks", None, 0, 0)]
 
 
-def test_losses_join_with_paths_and_captions(project: FakeProject) -> None:
-    sql = """
-    select path, text, avg(loss) from train join images using (image_id) join captions using (image_id, caption_id)
-    where images.rejected is null group by all order by path
-    """
-    found = ask(project, sql)
-    assert [row[:2] for row in found] == [("a.jpg", "a red cat"), ("sub/b.png", "a blue dog")]
-    assert found[0][2] > found[1][2]
-
-
 def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: FakeProject) -> None:
     found = {path: (table, reason) for path, table, reason in ask(project, "select path, stage, reason from unused")}
     assert found == {
@@ -128,13 +118,6 @@ def test_the_view_columns_describes_every_column(project: FakeProject) -> None:
     assert ask(project, "select name from columns where stage = 'buckets' and key") == [("image_id",), ("resolution",)]
 
 
-def test_tables_that_a_command_writes_are_listed_with_their_columns(project: FakeProject) -> None:
-    assert ask(project, "select built, recipe, rows from tables where stage = 'generated'") == [(False, None, 0)]
-    assert ask(project, "select name from columns where stage = 'generated' and key") == [("picture_id",)]
-    assert ask(project, "from generated") == []
-    assert run_query(project, "select prompt from generated") == "prompt"
-
-
 def test_bf16_gives_the_value_of_a_stored_word(project: FakeProject) -> None:
     import pyarrow.dataset
 
@@ -155,17 +138,6 @@ def test_a_duckdb_connection_gets_the_tables_of_a_project(project: FakeProject) 
     assert connection.sql("select count(*) from images").fetchall() == [(7,)]
     open_catalog(project, connection)  # again: the tables as they are now
     assert connection.sql("select count(*) from unused").fetchall() == [(5,)]
-
-
-def test_a_partly_built_project_without_weights_is_opened_by_its_path(tmp_path: Path) -> None:
-    folder = projects.make(tmp_path / "project", tmp_path / "absent", images=2)
-    projects.build(folder, "images", "captions")
-    catalog = open_catalog(str(folder))
-    sql = "select path, text from images join captions using (image_id) order by path"
-    assert catalog.sql(sql).fetchall() == [(f"picture{n}.png", f"picture number {n}") for n in (0, 1)]
-    built = catalog.sql("select stage, rows from tables where built").fetchall()
-    assert built == [("images", 2), ("captions", 4)]
-    assert catalog.sql("select * from train join latents using (image_id)").fetchall() == []
 
 
 @pytest.mark.parametrize(

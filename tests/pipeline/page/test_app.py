@@ -30,7 +30,7 @@ from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
-from pipeline.store.table import TableFolder, Writer
+from pipeline.store.table import Writer
 from schemas.text_to_image import DESCRIPTIONS
 from tests import projects
 
@@ -350,17 +350,6 @@ def test_a_query_of_a_closed_tab_ends_and_other_pages_are_answered_meanwhile(pag
     monkeypatch.setattr("pipeline.page.site.LIMITS", Limits(3000.0))
     text = page.get("/fragment/sql", params={"sql": ENDLESS}).text
     assert answered and set(answered) == {200} and "the query took longer than" in text
-
-
-def test_a_query_and_the_page_about_an_image_read_no_table_again_that_did_not_change(page, folder, monkeypatch):
-    read, rows = [], TableFolder.rows
-    page.get("/fragment/images")
-    monkeypatch.setattr(TableFolder, "rows", lambda self, *given, **named: read.append(self) or rows(self, *given, **named))
-    assert "<td>6</td>" in page.get("/fragment/sql", params={"sql": "select count(*) from images"}).text
-    assert "picture0.png" in page.get("/fragment/one", params={"key": "picture0.png"}).text and read == []
-    projects.add_image(folder, "newest.png", seed=9, caption="a newt")
-    projects.build(folder, "images", "captions")
-    assert "<td>7</td>" in page.get("/fragment/sql", params={"sql": "select count(*) from images"}).text and read
 
 
 def test_the_sql_page_keeps_columns_of_equal_names_and_refuses_values_without_number(page, monkeypatch):

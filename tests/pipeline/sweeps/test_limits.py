@@ -43,7 +43,7 @@ CONDITIONS = {  # what bash does with the words of the command
     "broken 0": f"exec {sys.executable} -c '{CLOSED_TERMINAL}' \"$@\"",
     **{f"broken {number}": f'exec "$@" {number}> >(true)' for number in (1, 2)},
     "LC_ALL=C": 'LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 exec "$@"',
-    "columns": 'exec "$@"',
+    "columns": 'exec "$@" 2>&1',  # both to the terminal
     "address space": 'ulimit -v 900000; exec "$@"',
     "files": f'ulimit -n {FILES}; exec "$@"',
 }
