@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import json
-import re
 from pathlib import Path
 
 import duckdb
@@ -23,7 +22,6 @@ from tests.pipeline.commands.tables import FakeProject, digest
 from tests.toy import project as toy
 
 STAGE_NAMES = tuple(PIPELINE.stages)
-PAGE = Path(__file__).parents[3] / "data" / "docs" / "sql.md"
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +36,6 @@ def catalog(path: Path) -> duckdb.DuckDBPyConnection:
 
 def ask(project: FakeProject, sql: str) -> list[tuple[object, ...]]:
     return catalog(project.path).execute(sql).fetchall()
-
-
-def shown_queries() -> list[str]:
-    return re.findall(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL) if PAGE.exists() else []
-
-
-@pytest.mark.parametrize("sql", shown_queries())
-def test_a_query_over_a_table_that_is_not_built_names_it_instead_of_answering_no_rows(tmp_path: Path, sql: str) -> None:
-    named = "|".join(name for name in STAGE_NAMES if re.search(rf"(from|join) {name}\b", sql))
-    named = named or ("images" if "unused" in sql else "")
-    if not named:  # the view `tables` has an answer in every state
-        assert run_query(FakeProject(tmp_path), sql)
-        return
-    with pytest.raises(NotBuilt, match=rf"^the table ({named}) is not built; run: make \1$"):
-        run_query(FakeProject(tmp_path), sql)
 
 
 def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> None:

@@ -19,12 +19,10 @@ from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_shard_index, 
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import STORED_AS, TableSchema, column, tensor
 from tests.pipeline.store.stores import (
-    PAIRS,
     VECTORS,
     check_tensors,
     name_of,
     numbers,
-    pairs,
     vectors,
     written,
 )
@@ -213,27 +211,6 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
         writer.finish(pa.table({"name": [row["name"] for row in wanted]}), {})
         writer.collect()
     check(read_all(table), wanted, schema)
-
-
-def test_a_reader_gives_the_first_tensor_or_the_one_that_is_named(tmp_path: Path):
-    table = written(tmp_path / "t", 3, schema=PAIRS)
-    reader = table.tensors()
-    assert reader.read("row-00003").dtype == reader.read("row-00003", "ids").dtype == np.int32
-    assert reader.read("row-00003", "signs").dtype == np.int8
-    with pytest.raises(KeyError):
-        reader.read("row-00003", "tensor")
-    reader.ahead(["row-00003"])
-    opened = Table(table)
-    assert opened["row-00003"].keys() == {"ids", "signs"}
-
-
-def test_a_tensor_whose_size_differs_from_its_shape_is_refused_by_its_name(tmp_path: Path):
-    wrong = pairs(1).to_pylist()[0] | {"signs_shape": [7]}
-    with (
-        pytest.raises(ValueError, match=r"signs of 303 values, but its shape is \[7\]"),
-        Writer(TableFolder(tmp_path / "t", PAIRS), {}) as writer,
-    ):
-        writer.append(pa.RecordBatch.from_pylist([wrong], schema=PAIRS.batch))
 
 
 @pytest.mark.parametrize(("dtype", "viewed"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")])

@@ -14,9 +14,6 @@ from PIL import Image
 from pipeline.api import Project
 from pipeline.commands.text_to_image import generate
 from pipeline.errors import Stopped
-from pipeline.store.table import TableFolder
-from schemas.text_to_image import GENERATED
-from stages.text_to_image.samples import drawing
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -191,27 +188,6 @@ def test_a_generate_that_is_interrupted_draws_no_picture_twice_and_keeps_what_it
     assert console.steps[-1] == (2 * steps, 2 * steps), "the first picture is not drawn again"
     assert len(paths) == 3 and all(path.is_file() for path in paths)
     assert len(rows_of(built)) == before + 3 and not list(paths[0].parents[1].glob("latents/*"))
-
-
-def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
-    before = len(rows_of(built))
-    save, saved = drawing.save_png, []
-
-    def fails(path, image, metadata):
-        saved.append(path)
-        if len(saved) == 2:
-            assert TableFolder(path.parents[3], GENERATED).committed().num_rows == before + 1, "a kill now loses no picture"
-            raise KeyboardInterrupt
-        save(path, image, metadata)
-
-    monkeypatch.setattr(drawing, "save_png", fails)
-    with pytest.raises(KeyboardInterrupt):
-        list(generate.generate(Project(built), wish(height=32), projects.Silent()))
-    monkeypatch.undo()
-    console = Interrupting(after=-1)
-    assert len(list(generate.generate(Project(built), wish(height=32), console))) == 3
-    assert not console.steps, "all latents were there"
-    assert len(rows_of(built)) == before + 3
 
 
 def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anything_is_loaded(built, monkeypatch):

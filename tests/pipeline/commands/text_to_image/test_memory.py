@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from data.research.pages import recipe
-from pipeline import runner
 from pipeline.commands.clean import clean
 from pipeline.commands.query import Limits, run_query
 from pipeline.commands.text_to_image import memory
@@ -20,7 +19,6 @@ from stages.memory import FACTOR
 from stages.text_to_image.families import FAMILIES
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.text_to_image.train.task import FlowMatching
-from stages.tuner.blockwise.meter import Meter
 from stages.tuner.memory import MemoryPlan, require_fit
 from tests import projects
 
@@ -150,18 +148,6 @@ def test_a_project_s_settings_are_measured_unless_an_option_replaces_them(tmp_pa
         list(memory.report(memory.parse_options(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
 
 
-class Keeping(projects.Silent):
-    """A console that keeps an array each time that it is told of progress: a leak in whatever stage runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-
-    def progress(self, done, total, unit):
-        self.kept.append(mx.zeros((1 << 14,)) + 1)
-        mx.eval(self.kept[-1])
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tiny_weights):
     folder = projects.make(tmp_path_factory.mktemp("measured") / "project", tiny_weights)
@@ -181,15 +167,6 @@ def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measu
     projects.build(other, "images", "captions", "buckets", "latents")
     assert projects.content(other, "latents") == projects.content(folder, "latents")
     assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--only", "--memory")
-
-
-def test_a_leak_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
-    folder = projects.copied(measured[0], tmp_path / "project")
-    projects.build(folder, "images", "captions", "buckets")
-    meter, console = Meter(), Keeping()
-    outcome = runner.run(Project(folder), "latents", console, meter)
-    assert meter.leaks() == {"latents": pytest.approx(4 << 14, rel=0.01)}
-    assert outcome.peak_mlx == meter.peak > meter.rows[-1]["peak"]
 
 
 PAGE = recipe.FILE.read_text(encoding="utf-8")
