@@ -14,7 +14,12 @@ RANK, ALPHA = 2, 4.0
 OUT = "mode_blocks.image_cond.1.attn.to_out.0"
 Q, REFINER = "layers.0.attention.to_q", "noise_refiner.1.attention.to_out.0"
 KEYS = {  # family -> (name of an array, with {} for what it is; the Linear)
-    "tiny": (("lora_unet_transformer_blocks_0_attn_to_q.{}", "transformer_blocks.0.attn.to_q"),),
+    "tiny": (
+        ("lora_unet_transformer_blocks_0_attn_to_q.{}", "transformer_blocks.0.attn.to_q"),
+        ("transformer.transformer_blocks.0.attn.to_out.lora_{}.weight", "transformer_blocks.0.attn.to_out.0"),  # mflux
+        ("diffusion_model.double_blocks.0.img_attn.proj.lora_{}.weight", "transformer_blocks.0.attn.to_out.0"),
+        ("diffusion_model.single_blocks.1.linear2.lora_{}.weight", "single_transformer_blocks.1.attn.to_out"),
+    ),
     "flux3-tiny": (
         (f"transformer.{OUT}.lora_{{}}.weight", OUT),
         (f"diffusion_model.{OUT}.lora_{{}}.weight", OUT),

@@ -12,11 +12,10 @@ import pytest
 
 from stages.models.flux2.load import to_diffusers
 from stages.text_to_image.families import family
-from tests.checkpoints import SINGLE_FILES, weights_of
+from tests.checkpoints import SINGLE_FILES, in_fp8, weights_of
 from tests.stages.models.test_gguf import file_of
 
 Arrays = dict[str, np.ndarray]
-SCALE = np.float32(1 / 64)
 
 
 def gguf(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
@@ -29,21 +28,15 @@ def gguf(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
 
 def fp8(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
     """Matrices in e4m3 with one scale each; and the values that they stand for."""
-    stored, values = {}, dict(arrays)
-    for name, value in arrays.items():
-        if value.ndim < 2 or value.shape[0] == 1:
-            stored[name] = mx.array(value)
-            continue
-        stored[name] = mx.to_fp8(mx.array(value) / SCALE)
-        stored[name.replace(".weight", ".weight_scale")] = mx.array(SCALE)
-        values[name] = np.array(mx.from_fp8(stored[name], mx.float32) * SCALE)
+    import torch
+    from safetensors.torch import save_file
+
+    rows = {name: value for name, value in arrays.items() if value.ndim == 2 and value.shape[0] == 1}  # kept as they are
+    others = {name: torch.tensor(value) for name, value in arrays.items() if name not in rows}
+    stored, values = in_fp8(others, torch.float8_e4m3fn, "tensor", "weight_scale")
     file = folder / "model-fp8.safetensors"
-    mx.save_safetensors(str(file), stored)
-    data = bytearray(file.read_bytes())  # MLX has no type for it: what it calls U8 is F8_E4M3 in files
-    length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].decode().replace('"U8"', '"F8_E4M3"').encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    return file, values
+    save_file(stored | {name: torch.tensor(value) for name, value in rows.items()}, file)
+    return file, rows | {name: value.numpy() for name, value in values.items()}
 
 
 @pytest.mark.parametrize("form", [gguf, fp8])

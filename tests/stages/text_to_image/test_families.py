@@ -1,3 +1,4 @@
+import math
 import pickle
 import subprocess
 import sys
@@ -58,6 +59,28 @@ def test_the_sizes_of_a_family_fit_each_other(record):
     assert config.latent_channels == 4 * record.autoencoder["latent_channels"]
     assert config.text_features == len(record.text_layers) * record.text_encoder["hidden_size"]
     assert max(record.text_layers) <= record.text_encoder["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters"),
+    [
+        ("klein-4b", 169, 3_875_544_576),
+        ("klein-9b", 233, 9_078_581_248),
+        ("dev", 331, 32_223_281_152),
+        ("flux3-klein-base", 357, 5_538_458_368),
+        ("flux3-klein", 359, 5_548_681_984),
+        ("z-image", 521, 6_154_908_736),
+    ],
+)
+def test_the_released_sizes_give_the_released_numbers_of_parameters(name, tensors, parameters):
+    def counts(record):
+        shapes = record.architecture.transformer_config(None, record).shapes().values()
+        return len(shapes), sum(map(math.prod, shapes))
+
+    record = family(name)
+    assert counts(record) == (tensors, parameters)
+    if name.startswith("flux3"):
+        assert parameters - counts(record.without_references())[1] == 670_434_560
 
 
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)

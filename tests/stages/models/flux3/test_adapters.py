@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -24,7 +23,7 @@ def test_an_adapter_of_the_last_layer_exchanges_the_halves_of_its_rows(tmp_path:
     np.testing.assert_array_equal(np.array(arrays["norm_out.linear.lora_B.weight"]), np.concatenate([b[3:], b[:3]]))
 
 
-def test_an_adapter_that_diffusers_saved_is_read_and_in_both_our_styles_diffusers_predicts_the_same(tmp_path: Path) -> None:
+def test_an_adapter_that_diffusers_saved_is_read(tmp_path: Path) -> None:
     import torch
     from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin
     from peft import LoraConfig
@@ -43,12 +42,3 @@ def test_an_adapter_that_diffusers_saved_is_read_and_in_both_our_styles_diffuser
     read = FLUX3.read_adapter(saved)
     prediction = np.array(model_forward(plain, read)(**prepared(*case[:2], case[2], case[2], case[4])))
     assert np.abs(prediction - expected).max() <= 1e-5 * np.abs(expected).max()
-    for style, written in FLUX3.adapter_styles.items():
-        file = tmp_path / f"{style}.safetensors"
-        mx.save_safetensors(str(file), written(*read))
-        again = random_reference()
-        state, metadata = Flux3LoraLoaderMixin.lora_state_dict(str(file), return_lora_metadata=True)
-        Flux3LoraLoaderMixin.load_lora_into_transformer(state, again, metadata=metadata)
-        with torch.no_grad():
-            found = theirs(again, *case).numpy()
-        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), style

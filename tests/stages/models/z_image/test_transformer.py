@@ -83,17 +83,6 @@ def check(got: Any, expected: np.ndarray, limit: float = CLOSE) -> None:
     assert np.abs(np.array(got) - expected).max() <= limit * np.abs(expected).max()
 
 
-def test_names_and_shapes_are_those_of_diffusers(reference: Any) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-    assert ZImageConfig.from_dict(reference.config).shapes() == expected
-
-
-def test_the_released_sizes_give_the_released_number_of_parameters() -> None:
-    shapes = ZImageConfig.from_dict(family("z-image").transformer).shapes()
-    assert len(shapes) == 521
-    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 6_154_908_736
-
-
 @pytest.mark.parametrize(
     ("size", "rows"),
     [((3, 5), (7,)), ((4, 8), (32,)), ((2, 3), (3, 17, 32)), ((5, 7), (40, 33, 64))],

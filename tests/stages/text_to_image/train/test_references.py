@@ -12,12 +12,14 @@ import pytest
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.families import family
+from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
 from stages.text_to_image.train.task import family_of
+from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
-from tests.stages.text_to_image.train.test_step import assert_gradient_of, plain, reference_of, step_of
+from tests.stages.text_to_image.train.test_step import step_of
 
 SIZE = (96, 64)
 
@@ -31,6 +33,42 @@ def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, A
         row |= {"use": "reference", "reference_of": f"image{n % targets}", "reference": n // targets + 1}
     made["images"] = rows_of(IMAGES, *rows)
     return made
+
+
+def peft_name(name: str) -> str:
+    return name.replace(".default", "")
+
+
+def reference_of(folder: Path, made: TrainingStep) -> Any:
+    """The transformer of diffusers with the adapter in peft, of rank 3 and alpha 1.5."""
+    import torch
+    from diffusers import Flux2Transformer2DModel
+    from peft import LoraConfig
+
+    reference = Flux2Transformer2DModel.from_pretrained(folder)
+    names = [target.name for target in made.targets]
+    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
+    with torch.no_grad():
+        for name, value in reference.named_parameters():
+            if "lora_" in name:
+                value.copy_(torch.tensor(np.array(made.adapter[peft_name(name)])))
+    return reference
+
+
+def assert_gradient_of(made: TrainingStep, batch: MicroBatch, reference: Any, losses_B: Any) -> None:
+    """`losses_B`: torch's, of the same batch."""
+    losses_B.mean().backward()
+    found = made.gradient([batch])
+    theirs = {peft_name(name): value.grad.numpy() for name, value in reference.named_parameters() if "lora_" in name}
+    np.testing.assert_allclose(np.array(found.losses), losses_B.detach().numpy(), rtol=1e-5)
+    assert theirs.keys() == found.grads.keys()
+    for name, torchs in theirs.items():
+        assert np.linalg.norm(np.array(found.grads[name]) - torchs) <= 1e-4 * np.linalg.norm(torchs), name
+
+
+def plain(words: np.ndarray) -> np.ndarray:
+    """bfloat16 words as float32."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("guidance", [False, True])

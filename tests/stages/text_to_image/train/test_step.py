@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +17,7 @@ from stages.tuner.memory import MemoryPlan
 from stages.tuner.optimizers.step import Stacks
 from stages.tuner.step import TrainingStep
 from stages.tuner.weights import QuantizedWeight
-from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TEXT_ROWS, TINY, Run, rich_tables, tables, weights
+from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, tables
 from tests.stages.tuner.blockwise.test_backprop import assert_same, linear_for
 
 # Every plan asks BLAS for the same products. Micro-batches have fewer rows, for which MKL with several threads rounds otherwise:
@@ -48,67 +47,6 @@ def test_batches_of_unequal_size_count_by_their_samples(transformer, tmp_path):
     several, one = made.gradient(batches), made.gradient([joint])
     np.testing.assert_allclose(np.array(several.losses), np.array(one.losses), rtol=1e-5)
     assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_features.py
-
-
-@pytest.mark.parametrize("guidance", [False, True])
-def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tmp_path):
-    import torch
-
-    folder = weights(tmp_path / "transformer", guidance=guidance)
-    run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5), tables(((96, 64),) * 4))
-    made, (batch,) = step_of(run)
-    reference = reference_of(folder, made)
-    B, C, H, W = batch.x0_BCHW.shape
-    x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
-    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
-    x = ((1 - sigma) * x0 + sigma * eps).reshape(B, C, H * W).permute(0, 2, 1)
-    prediction = reference(
-        x,
-        encoder_hidden_states=torch.tensor(plain(batch.ctx_BTJ)),
-        timestep=sigma.flatten(),
-        img_ids=torch.cartesian_prod(torch.arange(1), torch.arange(H), torch.arange(W), torch.arange(1)).float(),
-        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(TEXT_ROWS)).float(),
-        guidance=torch.ones(B) if guidance else None,
-        return_dict=False,
-    )[0]
-    target = (eps - x0).reshape(B, C, H * W).permute(0, 2, 1)
-    assert_gradient_of(made, batch, reference, (prediction - target).pow(2).mean(dim=(1, 2)))
-
-
-def peft_name(name: str) -> str:
-    return name.replace(".default", "")
-
-
-def reference_of(folder: Path, made: TrainingStep) -> Any:
-    """The transformer of diffusers with the adapter in peft, of rank 3 and alpha 1.5."""
-    import torch
-    from diffusers import Flux2Transformer2DModel
-    from peft import LoraConfig
-
-    reference = Flux2Transformer2DModel.from_pretrained(folder)
-    names = [target.name for target in made.targets]
-    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
-    with torch.no_grad():
-        for name, value in reference.named_parameters():
-            if "lora_" in name:
-                value.copy_(torch.tensor(np.array(made.adapter[peft_name(name)])))
-    return reference
-
-
-def assert_gradient_of(made: TrainingStep, batch: MicroBatch, reference: Any, losses_B: Any) -> None:
-    """`losses_B`: torch's, of the same batch."""
-    losses_B.mean().backward()
-    found = made.gradient([batch])
-    theirs = {peft_name(name): value.grad.numpy() for name, value in reference.named_parameters() if "lora_" in name}
-    np.testing.assert_allclose(np.array(found.losses), losses_B.detach().numpy(), rtol=1e-5)
-    assert theirs.keys() == found.grads.keys()
-    for name, torchs in theirs.items():
-        assert np.linalg.norm(np.array(found.grads[name]) - torchs) <= 1e-4 * np.linalg.norm(torchs), name
-
-
-def plain(words: np.ndarray) -> np.ndarray:
-    """bfloat16 words as float32."""
-    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
