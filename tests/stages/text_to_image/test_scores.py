@@ -129,15 +129,14 @@ def test_every_preview_and_every_reference_is_a_row_of_its_kind(scored):
 
 @pytest.mark.parametrize(
     ("prompt", "plain"),
-    [("zorvex, a fox", "a fox"), ("a fox, zorvex", "a fox"), ("a zorvex fox", "a fox"), ("zorvex, a fox, red", "a fox, red")],
+    [
+        *(("cat, a fox", "a fox"), ("a fox, cat", "a fox"), ("a cat fox", "a fox"), ("cat, a fox, red", "a fox, red")),
+        ("cat, a catalog", "a catalog"),
+    ],
 )
 def test_the_trigger_word_is_removed_with_its_comma(prompt, plain):
-    assert without_trigger(prompt, "zorvex") == plain
+    assert without_trigger(prompt, "cat") == plain
     assert without_trigger(plain, "") == plain
-
-
-def test_a_trigger_within_a_longer_word_is_no_trigger():
-    assert without_trigger("cat, a catalog", "cat") == "a catalog"
 
 
 def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):

@@ -48,18 +48,6 @@ def test_an_image_is_drawn_in_multiples_of_16_pixels_only(height: int, width: in
         next(tiny.architecture.draw(model, text_1TJ, height, width, seed=0, steps=1, guidance=1.0))
 
 
-def test_euler_steps_are_those_of_diffusers() -> None:
-    import torch
-
-    theirs, turn = scheduler(16, 5), np.random.default_rng(1).standard_normal((8, 8), np.float32)
-    expected = torch.tensor(np.array(sampling.noise(0, (2, 8))))
-    for t in theirs.timesteps:
-        expected = theirs.step(torch.tanh(expected @ torch.tensor(turn)) * t / 1000, t, expected).prev_sample
-    velocity = lambda x, sigma, following: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
-    *_, got = sampling.euler(velocity, sampling.noise(0, (2, 8)), sigmas(16, 5))
-    np.testing.assert_allclose(np.array(got), expected.numpy(), rtol=0, atol=1e-5)
-
-
 def test_a_bfloat16_velocity_leaves_the_latent_in_float32() -> None:
     steps = list(sampling.euler(lambda x, *levels: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sigmas(4, 3)))
     assert [x.dtype for x in steps] == [mx.float32] * 3

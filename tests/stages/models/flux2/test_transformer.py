@@ -120,16 +120,6 @@ def test_sigma_is_not_rounded_by_bfloat16_weights(reference: Any) -> None:
     assert mx.abs(near[0] - near[1]).max() > 0
 
 
-def test_positions_are_those_of_diffusers_pipeline() -> None:
-    import torch
-    from diffusers import Flux2KleinPipeline
-
-    images = Flux2KleinPipeline._prepare_latent_ids(torch.zeros(1, 16, *SIZE))[0].numpy()
-    texts = Flux2KleinPipeline._prepare_text_ids(torch.zeros(1, TEXT, 20))[0].numpy()
-    np.testing.assert_array_equal(image_ids(*SIZE), images)
-    np.testing.assert_array_equal(text_ids(TEXT), texts)
-
-
 def test_a_config_without_a_field_is_refused_by_its_name() -> None:
     config = {name: value for name, value in family("klein-4b").transformer.items() if name != "num_layers"}
     with pytest.raises(ValueError, match="lacks num_layers"):

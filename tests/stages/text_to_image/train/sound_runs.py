@@ -14,13 +14,10 @@ import functools
 import json
 import logging
 import math
-import multiprocessing
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +30,7 @@ import pyarrow as pa
 from PIL import Image
 
 from data.research.experiments.in_memory import MemoryTables
+from data.research.experiments.processes import run_all
 from pipeline.project.project import Project
 from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.models.family import Family
@@ -280,10 +278,9 @@ def problem(case: Case, result: Result) -> str:
 # All of them
 
 
-def work(case: Case) -> dict[str, Any]:
+def work(case: Any, folder: str) -> dict[str, Any]:
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(case, Path(folder, "run"))
+    result = run(case, Path(folder, case.name))
     ratios = result.ratios
     return {
         "case": case.name,
@@ -303,19 +300,12 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="names of runs, with wildcards")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    every = [*long_cases(), *guidance_cases(), *sound_cases(), *planted_cases()]
+    every: list[Any] = [*long_cases(), *guidance_cases(), *sound_cases(), *planted_cases()]
     chosen = [case for case in every if fnmatch.fnmatch(case.name, asked.only)]
     wrong = 0
-    with (
-        asked.out.open("a", encoding="utf-8") as out,
-        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
-    ):
-        for ended in as_completed([pool.submit(work, case) for case in chosen]):
-            row = ended.result()
-            wrong += bool(row["problem"])
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            LOG.info("%s: %s, %s s", row["case"], row["problem"] or "as it should", row["seconds"])
+    for row in run_all(work, chosen, asked.out, asked.workers):
+        wrong += bool(row["problem"])
+        LOG.info("%s: %s, %s s", row["case"], row["problem"] or "as it should", row["seconds"])
     LOG.info("%d runs, %d not as they should", len(chosen), wrong)
     sys.exit(wrong > 0)
 

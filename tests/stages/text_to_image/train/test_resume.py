@@ -41,24 +41,16 @@ def test_rows_that_neither_table_nor_checkpoint_holds_are_trained_again(whole, t
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
-def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run(whole, transformer, tmp_path):
-    run = Run(tmp_path / "a", transformer, whole.config).go()
-    run.config = replace(whole.config, steps=6)
-    run.go()
-    assert run.adapter == Run(tmp_path / "b", transformer, run.config).go().adapter
-    run.config = whole.config
-    run.loaded = 0
-    run.go()
-    assert run.loaded == 0
-    assert run.adapter == whole.adapter
-
-
-def test_a_run_made_as_short_as_one_of_its_checkpoints_takes_its_adapter_and_loads_nothing(whole, transformer, tmp_path):
+@pytest.mark.parametrize(("steps", "loaded"), [(5, 1), (3, 0)])  # without and with a checkpoint
+def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run_and_made_longer_its_own(
+    steps, loaded, whole, transformer, tmp_path
+):
     run = Run(tmp_path / "a", transformer, replace(whole.config, keep_states=1)).go()
-    run.config, run.loaded = replace(run.config, steps=3), 0
-    run.go()
-    assert run.loaded == 0
-    assert run.adapter == Run(tmp_path / "b", transformer, run.config).go().adapter
+    for config, loads in ((replace(run.config, steps=steps), loaded), (run.config, 0)):
+        run.config, run.loaded = config, 0
+        run.go()
+        expected = whole if config.steps == whole.config.steps else Run(tmp_path / "b", transformer, config).go()
+        assert (run.loaded, run.adapter) == (loads, expected.adapter)
 
 
 @pytest.mark.parametrize("name", ["adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"])
