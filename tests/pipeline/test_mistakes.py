@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from stages import PIPELINES
 from tests import projects
 
 USER = 2
-STOPPED = 130
 
 
 @pytest.fixture
@@ -73,12 +71,6 @@ def test_a_missing_image_folder_is_named(project):
     assert "images" in refused(project, "run", "images", "--only")
 
 
-def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
-    assert "make images" in refused(project, "run", "latents", "--only")
-    projects.build(project, "images")
-    assert "make buckets" in refused(project, "run", "latents", "--only")
-
-
 def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project):
     projects.edit(project, "resolutions", "resolution")
     assert "did you mean resolutions?" in refused(project, "run", "images", "--only")
@@ -109,18 +101,6 @@ def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weight
     assert file.name in refused(project, "run", "latents", "--only")
     file.write_bytes(whole)
     projects.latentmill(project, "run", "latents", "--only")
-
-
-def test_an_interrupt_keeps_finished_rows_and_tells_how_to_go_on(project):
-    projects.edit(project, "steps = 6", "steps = 100000")
-    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
-    process = projects.command(project, "run", "train", "--only")
-    projects.wait_until(lambda: any((project / "tables" / "train").glob("*/rows.lance/_versions/*")), process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=projects.HANG)
-    assert process.returncode == STOPPED and "Traceback" not in err and "Run the same command to go on" in err, err
-    assert list(project.rglob("checkpoints/*/state.json"))
-    assert not list(project.rglob(".tmp-*"))
 
 
 def test_init_refuses_to_overwrite_a_project(project):

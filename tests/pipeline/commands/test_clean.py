@@ -41,12 +41,6 @@ def background(folder: Path, colour: str = "#000000") -> None:
     projects.edit(folder, "[train]", f'[latents]\nbackground = "{colour}"\n\n[train]')
 
 
-def test_a_project_without_old_tables_loses_nothing(project):
-    before = files(project)
-    assert cleaned(project, runs=True) == ["freed 0 B"]
-    assert files(project) == before
-
-
 def test_a_table_of_other_settings_is_kept_while_the_present_one_has_none(project):
     background(project)
     before = files(project)

@@ -57,12 +57,6 @@ def test_a_folder_that_does_not_exist_is_refused_with_its_path(tmp_path, spec):
         weights.resolve(spec, tmp_path, family("klein-base-4b"))
 
 
-def test_a_cached_repository_is_used_without_a_network(tmp_path, cache):
-    snapshot = cache_repository(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
-    assert weights.resolve("", tmp_path, family("klein-base-4b")) == snapshot
-    assert weights.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
-
-
 def test_only_the_components_asked_for_must_be_cached(tmp_path, cache):
     snapshot = cache_repository(cache, HUB, "vae")
     assert weights.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot

@@ -38,21 +38,6 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def test_temporary_files_of_killed_writers_are_deleted(tmp_path: Path):
-    table = written(tmp_path / "t", 1)
-    leftovers = [
-        table.folder / ".tmp-1-manifest.json",
-        table.shards / ".tmp-1-x.arrow",
-        table.folder / "artifacts/a/.tmp-1-x.png",
-    ]
-    leftovers[2].parent.mkdir(parents=True)
-    for path in leftovers:
-        path.write_bytes(b"half")
-    with Writer(table, RECIPE):
-        assert not any(path.exists() for path in leftovers)
-    assert numbers(table.rows()) == [1]
-
-
 def test_an_empty_newest_lance_manifest_loses_no_row_of_a_tensor_table_and_readers_see_no_change(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     with Writer(table, RECIPE, shard_bytes=1000) as writer:
@@ -275,15 +260,6 @@ def test_checksums_of_deleted_files_do_not_pile_up(tmp_path: Path):
             writer.append(notes(turn))
             writer.finish(None, {})
     assert len(table.checksums.file.read_text().splitlines()) < 200
-
-
-def test_a_file_that_was_rewritten_is_not_damaged(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, {}) as writer:
-        for text in ("one", "two"):
-            writer.write_artifact("a.txt", lambda path, text=text: path.write_text(text) and None)
-    with Writer(table, {}):
-        assert (table.folder / "artifacts" / "a.txt").read_text() == "two"
 
 
 @pytest.mark.parametrize("first", [0, 5000])

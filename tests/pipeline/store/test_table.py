@@ -5,7 +5,6 @@ import resource
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import lance
@@ -16,7 +15,7 @@ import pytest
 from pipeline.store.index import Index
 from pipeline.store.rows import missing, newest_per_key
 from pipeline.store.table import COMMITS, TableFolder, Writer
-from schemas.table import Among, column
+from schemas.table import Among
 from tests.pipeline.store.stores import (
     ARTICLES,
     BATCHES,
@@ -90,19 +89,6 @@ def test_readers_get_rows_sorted_by_key_with_the_documentation_of_every_column(t
     table = written(tmp_path / "t", 7, 3, 5, 1)
     assert table.rows().schema.equals(VECTORS.stored, check_metadata=True)
     assert numbers(table.rows()) == [1, 3, 5, 7]
-
-
-def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(1, 2, 3))
-        writer.append(notes(2, text="again"))
-        writer.flush()
-        writer.append(notes(3, text="later"))
-        writer.flush()
-        assert writer.stored["text"].to_pylist() == ["text 1", "again 2", "later 3"]
-        writer.finish(None, {})
-    assert texts(table) == ["text 1", "again 2", "later 3"]
 
 
 def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finished_run(tmp_path: Path):
@@ -297,16 +283,6 @@ def test_rows_appended_before_an_interrupt_in_the_middle_of_a_commit_are_kept(tm
 
 
 # What a writer refuses.
-
-
-def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path):
-    table = written(tmp_path / "t", 1)
-    with Writer(table, RECIPE) as writer:
-        with pytest.raises(ValueError, match=r"is being written by process \d+"), Writer(table, RECIPE):
-            pass
-        writer.append(vectors(2))
-        writer.finish(None, {})
-    assert numbers(table.rows()) == [1, 2]
 
 
 WRONG = {
@@ -510,18 +486,3 @@ def test_the_last_row_of_each_key_stays_in_its_place_whether_slices_or_a_copy_ar
     keys = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
     found = newest_per_key(pa.table({"key": keys, "number": range(11)}), ("key",))
     assert found.to_pylist() == [{"key": keys[place], "number": place} for place in (0, 3, 4, 6, 7, 8, 9, 10)]
-
-
-def test_the_reclaimable_bytes_of_a_table_with_tensors_and_files_are_those_of_both(tmp_path: Path):
-    schema = replace(VECTORS, columns=(*VECTORS.columns, column("path", pa.string(), "a file of the row")), artifact="path")
-    table = TableFolder(tmp_path / "t", schema)
-    with Writer(table, {}, shard_bytes=1000) as writer:
-        for number in (1, 2):
-            writer.write_artifact(f"files/{number}.txt", lambda path: path.write_bytes(bytes(5000)) and None)
-            row = vectors(number).to_pylist()[0] | {"path": f"files/{number}.txt"}
-            writer.append(schema.record_batch([row]))
-        writer.finish(names(1), {})
-    said = table.reclaimable_bytes()
-    assert said >= 5000 + (table.shards / table.committed()["shard"][0].as_py()).stat().st_size - 1000
-    with Writer(table, {}) as writer:
-        assert writer.collect() > 5000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from safetensors.numpy import save_file
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from pipeline.commands.text_to_image import export
-from pipeline.commands.text_to_image.export import merge_run, write_adapter, write_merged
+from pipeline.commands.text_to_image.export import write_adapter, write_merged
 from pipeline.store.disk import TEMPORARY
 from stages.models.folders import read_config
 from stages.text_to_image.families import family
@@ -106,22 +105,6 @@ def test_a_merged_model_of_each_other_architecture_predicts_in_diffusers_as_its_
     out = write_merged(path, record, tmp_path / "a.safetensors", tmp_path / "out", dtype="float32")
     found = predict(type(model).from_pretrained(out).eval())
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
-
-
-def test_a_run_is_merged_in_bfloat16_into_the_projects_exports_and_nothing_is_overwritten(base: Path, tmp_path: Path) -> None:
-    artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
-    artifacts.mkdir(parents=True)
-    trained_variant(artifacts / "adapter.safetensors", tiny_transformer(), "rslora")
-    project: Any = SimpleNamespace(name="cats", path=tmp_path, family=family("tiny"), component=lambda name, fetch: base)
-    project.stage = lambda stage_name: SimpleNamespace(result="adapter.safetensors")
-    project.fixed = True
-    table = SimpleNamespace(folder=tmp_path / "tables" / "train" / "abc", exists=False)
-    project.folder = project.current = lambda stage_name: table
-    out = merge_run(project, None, dtype="bfloat16")
-    assert out == tmp_path / "exports" / "cats-abc-000070-merged"
-    assert {str(value.dtype) for value in read_by_diffusers(out, "bfloat16").state_dict().values()} == {"torch.bfloat16"}
-    with pytest.raises(ValueError, match="cats-abc-000070-merged exists; move it away"):
-        merge_run(project, None, dtype="bfloat16")
 
 
 def test_an_adapter_of_another_model_is_refused_and_leaves_nothing_behind(base: Path, tmp_path: Path) -> None:
