@@ -30,18 +30,6 @@ def test_a_project_below_data_is_no_new_file_of_the_checkout_and_what_belongs_to
     assert ignored == "data/cats/project.toml\n"
 
 
-@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
-def test_a_stage_its_table_its_section_its_schema_its_target_and_its_tests_have_one_name(pipeline: Pipeline, name):
-    stage = pipeline.stage(name)
-    assert stage.name == stage.writes.name == name
-    assert pipeline.stages[name] == f"stages.{pipeline.name}.{name}"
-    assert getattr(import_module(f"schemas.{pipeline.name}"), name.upper()) is stage.writes
-    folder = ROOT / "tests" / "stages" / pipeline.name
-    assert (folder / f"test_{name}.py").exists() or any((folder / name).glob("test_*.py"))
-    assert name in makefile_edges()
-    assert stage.config.__name__ == f"{name.title()}Config"
-
-
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.name)
 def test_what_a_pipeline_refers_to_by_text_exists(pipeline: Pipeline):
     mine = own(pipeline.name)

@@ -82,11 +82,6 @@ def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason
     assert set(found) | set(tables.TRAINED) == set(tables.IMAGES)
 
 
-def test_before_captions_are_built_no_image_is_unused_for_lack_of_one(tmp_path: Path) -> None:
-    early = tables.make(tmp_path, ("images",))
-    assert {row[0] for row in ask(early, "select stage from unused")} == {"images"}
-
-
 def test_the_view_tables_has_rows_dead_rows_and_bytes(project: FakeProject) -> None:
     rows = {row[0]: row[1:] for row in ask(project, "select stage, built, recipe, rows, dead, bytes from tables")}
     assert list(rows) == [*STAGE_NAMES, "generated"]

@@ -71,19 +71,9 @@ def test_losses_that_are_not_finite_or_zero_do_not_count(tmp_path):
 
 def test_the_panel_levels_counts_images_not_rows(tmp_path):
     project = FakeProject(tmp_path)
-    rows = [
-        {
-            "step": step,
-            "split": "validation",
-            "sample": n,
-            "image_id": "ab"[n % 2],
-            "latent_id": f"l{n}",
-            "sigma": 0.5,
-            "loss": 1.0,
-        }
-        for step in (0, 10)
-        for n in range(6)
-    ]
+    row = {"split": "validation", "sigma": 0.5, "loss": 1.0}
+    six = [row | {"sample": n, "image_id": "ab"[n % 2], "latent_id": f"l{n}"} for n in range(6)]
+    rows = [each | {"step": step} for step in (0, 10) for each in six]
     tables.write(project, "train", rows)
     (sql,) = [panel.sql for panel in PANELS if panel.name == "levels"]
     assert [row[-1] for row in open_catalog(project).execute(sql).fetchall()] == [2, 2]

@@ -93,10 +93,6 @@ def test_every_page_answers_without_an_error_and_escapes_what_files_say(page):
         assert not re.search(r"https?://", shell.text + fragment.text)
 
 
-def test_a_fragment_that_there_is_not_is_not_found(page):
-    assert [page.get(f"/fragment/{name}").status_code for name in ("settings", "nothing")] == [404, 404]
-
-
 def test_the_overview_says_rows_and_size_of_every_table_and_what_a_run_would_do(page, folder):
     cells = [re.sub(r"<[^>]*>|\s+", " ", cell).strip() for cell in page.get("/fragment/overview").text.split("<td>")]
     for name in Project(folder).listed:

@@ -43,27 +43,17 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
-    with pytest.raises(KeyError), locked(tmp_path / "lock"):
-        raise KeyError
-    with locked(tmp_path / "lock"), pytest.raises(ValueError, match="is being written"):
-        locked(tmp_path / "lock").__enter__()
-    with locked(tmp_path / "lock"):
-        pass
-
-
-def test_a_holder_that_has_not_written_its_name_yet_is_another_process(tmp_path: Path):
-    with locked(tmp_path / "lock"):
-        (tmp_path / "lock").write_text("")
-        with pytest.raises(ValueError, match="is being written by another process"):
-            locked(tmp_path / "lock").__enter__()
-
-
-def test_the_holder_of_a_lock_is_named_without_taking_the_lock(tmp_path: Path):
+def test_a_lock_is_named_without_being_taken_and_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
     path = tmp_path / "lock"
     assert lock_holder(path) == ""
-    with locked(path):
+    with pytest.raises(KeyError), locked(path):
         assert f"process {os.getpid()} " in lock_holder(path)
+        with pytest.raises(ValueError, match="is being written"):
+            locked(path).__enter__()
+        path.write_text("")  # the holder has not written its name yet
+        with pytest.raises(ValueError, match="is being written by another process"):
+            locked(path).__enter__()
+        raise KeyError
     assert lock_holder(path) == ""
     with locked(path):
         pass

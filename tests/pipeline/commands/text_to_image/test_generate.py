@@ -199,14 +199,6 @@ def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anythin
         Project(built).adapter().generate("a thing")
 
 
-def test_the_bits_of_the_text_encoder_decide_the_id_of_a_picture_and_16_keep_it(built):
-    def ids(bits: int) -> list[str]:
-        return [row["picture_id"] for row in generate.wanted_rows(Project(built, {"embeddings.bits": bits}), wish())[0]]
-
-    assert ids(16) == [row["picture_id"] for row in generate.wanted_rows(Project(built), wish())[0]] != ids(8)
-    assert "text_bits" not in generate._weights(Project(built, {"embeddings.bits": 16}))
-
-
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     from pipeline.commands.query import answer
 
