@@ -377,11 +377,14 @@ class Searcher:
         ]
 
     def places(self, paths: Sequence[str]) -> np.ndarray:
-        """Of the units in the files that match one of these wildcard patterns; all for none."""
+        """Of the units in the files that match one of these wildcard patterns; all for none. Raises ValueError if no file does."""
         if not paths:
             return np.arange(len(self.ids))
         files = self.rows["path"].combine_chunks().dictionary_encode()
         matching = np.array([any(fnmatchcase(name, each) for each in paths) for name in files.dictionary.to_pylist()])
+        if not matching.any():
+            wanted, example = " or ".join(map(repr, paths)), files.dictionary[0].as_py()
+            raise ValueError(f"no file matches {wanted}; paths are such as {example!r}")
         return np.flatnonzero(matching[files.indices.to_numpy()])
 
     def place_at(self, file: Path, line: int) -> int | None:

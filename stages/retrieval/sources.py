@@ -263,7 +263,8 @@ def _row(root: Root, name: str, status: os.stat_result) -> Row:
     name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     file = root.given if root.path.is_file() else str(PurePosixPath(root.given, name))
     inode = status.st_ino & (2**63 - 1)  # as int64
-    state = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": inode}
+    # An edit can put the time of modification back, not that of the change.
+    state = {"bytes": status.st_size, "mtime_ns": max(status.st_mtime_ns, status.st_ctime_ns), "inode": inode}
     return {"path": f"{root.name}/{name}", "root": root.name, "file": file, "module": module_of(root, name), **state}
 
 

@@ -114,6 +114,17 @@ def test_an_unchanged_file_is_not_read_again(folder, monkeypatch):
     assert [name for name in read if name.endswith(".py")] == ["words.py"]
 
 
+def test_an_edit_that_keeps_the_size_and_puts_the_time_of_modification_back_is_read(folder):
+    file = folder / "code" / "flat" / "words.py"
+    before, text = file.stat(), file.read_text()
+    run(folder, "sources")
+    file.write_text("#" + text[1:])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    [row] = (row for row in rows(folder, "sources") if row["path"].endswith("words.py"))
+    run(folder, "sources")
+    assert row not in rows(folder, "sources")
+
+
 def test_an_installed_package_is_a_root_by_its_name(folder):
     found = skipped(folder, **{"sources.roots": ("package:json",), "sources.exclude": ("tool.py",)})
     assert found.keys() - {"json/__main__.py"} == {f"json/{name}.py" for name in ("__init__", "decoder", "encoder", "scanner")}
