@@ -1,21 +1,140 @@
-"""What is peculiar to Macs, simulated: memory, names, side files, descriptors."""
+"""What is peculiar to Macs, simulated: memory, names, side files; GPU errors, F_FULLFSYNC and few descriptors in a whole run."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import shutil
 import sys
 import unicodedata
+import urllib.request  # noqa: F401  (it asks for the platform when it is imported, not when it is faked)
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from pipeline.project.project import Project
 from pipeline.project.recipe import FileHashes
+from pipeline.store import disk
 from stages.models.weights import weight_files
 from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.data import held_out
 from stages.tuner.blockwise import device
+from stages.tuner.step import TrainingStep
+from tests import projects
+from tests.pipeline.test_process import MEMORY, TIMEOUT, WATCHDOG
+
+STEP = 4  # at which the GPU fails: checkpoints are at 2, 4 and 6
+APPLE_DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X        "
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("unbroken") / "p", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    return folder
+
+
+def adapter_of(folder: Path) -> bytes:
+    files = (folder / "tables" / "train").rglob("adapter.safetensors")
+    return max(files, key=lambda file: file.stat().st_mtime_ns).read_bytes()
+
+
+@pytest.mark.parametrize("message", [MEMORY, TIMEOUT, WATCHDOG], ids=["memory", "timeout", "watchdog"])
+def test_after_an_error_of_metal_the_same_command_ends_with_the_bits_of_an_unbroken_run(message, unbroken, tmp_path, monkeypatch):
+    folder = projects.without(unbroken, tmp_path / "p", "train")
+    real, steps = TrainingStep.step, []
+
+    def step(self: TrainingStep, *given: Any, **more: Any) -> Any:
+        steps.append(1)
+        if len(steps) == STEP:
+            raise RuntimeError(message)
+        return real(self, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("LATENTMILL_RESTARTED", "1")
+        patch.setattr(TrainingStep, "step", step)
+        repeated = "Insufficient Memory" in message
+        shown = projects.latentmill(folder, "run", "train", "--only", code=0 if repeated else 2)
+    last = "it is computed once more, with MLX's cache freed" if repeated else "the same command goes on."
+    assert "Traceback" not in shown and any(line.endswith(last) for line in shown.splitlines())
+    projects.latentmill(folder, "run", "train", "--only")
+    assert adapter_of(folder) == adapter_of(unbroken)
+    assert projects.content(folder, "train") == projects.content(unbroken, "train")
+
+
+def test_with_f_fullfsync_files_and_folders_are_flushed_by_it_and_the_chain_ends_the_same(unbroken, tmp_path, monkeypatch):
+    flushed = []
+    real = fcntl.fcntl
+
+    def control(descriptor: int, command: int, *given: Any) -> Any:
+        if command != 51:
+            return real(descriptor, command, *given)
+        flushed.append(descriptor)
+        os.fsync(descriptor)
+        return 0
+
+    monkeypatch.setattr(disk.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(disk.fcntl, "fcntl", control)
+    folder = projects.copied(unbroken, tmp_path / "p")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    assert len(flushed) > 20
+    assert adapter_of(folder) == adapter_of(unbroken)
+
+
+@pytest.mark.parametrize("gigabytes", [8, 16, 24, 32, 64, 128])
+def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_remedies_fit(gigabytes, tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    projects.add_image(tmp_path, "a.png", 1)
+    text = '[project]\nfamily = "klein-base-4b"\n[captions]\npreview_prompts = ["a fox"]\n[buckets]\nresolutions = [1024]\n'
+    (tmp_path / "project.toml").write_text(text)
+    memory = gigabytes * 2**30
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(device, "device_bytes", lambda: int(0.84 * memory))
+    monkeypatch.setattr(device, "physical_bytes", lambda: memory)
+    monkeypatch.setattr(device, "free_bytes", lambda: None)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: int(1e15))
+    lines, fits = projects.report(Project(tmp_path))
+    refused = [line for line in lines if " needs about " in line]
+    assert fits == (not refused) and fits == (gigabytes >= 16)
+    budget = device.memory_budget()
+    assert f"{budget / 1e9:.3g} GB of memory to use" in lines[0]
+    assert all(("would need" in line) or ("choose a smaller family" in line) for line in refused)
+
+
+def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(unbroken, tmp_path, tiny_weights):
+    clean = projects.make(tmp_path / "clean", tiny_weights, images=0)
+    hostile = projects.make(tmp_path / "hostile", tiny_weights, images=0)
+    for number, name in enumerate(("Bär", "Möwe", "Zoë", "cat")):
+        projects.add_image(clean, f"{name}.png", number)
+        forms = ("NFC", "NFD") if number % 2 else ("NFD", "NFC")
+        for suffix, form in zip((".png", ".txt"), forms, strict=True):
+            source = clean / "images" / f"{name}{suffix}"
+            shutil.copy(source, hostile / "images" / f"{unicodedata.normalize(form, name)}{suffix}")
+    for file in [*(hostile / "images").iterdir(), hostile / "project.toml"]:
+        file.with_name(f"._{file.name}").write_bytes(APPLE_DOUBLE)
+    (hostile / "images" / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    projects.build(clean)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(int(each.name) for each in Path("/dev/fd").iterdir())  # by this process, which has run other tests
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 240, limits[1]))
+    try:
+        for name in Project(hostile).stage_names:
+            projects.latentmill(hostile, "run", name, "--only")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for name in ("latents", "embeddings"):
+        assert projects.content(hostile, name) == projects.content(clean, name), name
+    assert projects.content(hostile, "train")["loss"] == projects.content(clean, "train")["loss"]
+
+
+# Memory, names and side files
 
 NFC = "Bär.png"
 NFD = unicodedata.normalize("NFD", NFC)

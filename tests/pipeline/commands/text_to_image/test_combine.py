@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from pipeline.api import Project
 from pipeline.commands.text_to_image.combine import MADE
 from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from tests import projects
+from tests.pipeline.commands.text_to_image.test_generate import pictures
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,8 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 
 
 def picture(folder: Path, *words: str) -> np.ndarray:
-    said = projects.latentmill(folder, "generate", "a red thing", *words)
-    (path,) = (line for line in said.splitlines() if line.endswith(".png"))
-    with Image.open(path) as image:
-        return np.asarray(image).astype(int)
+    (drawn,) = pictures(folder, "a red thing", *words)
+    return drawn.astype(int)
 
 
 def changes(file: Path) -> dict[str, np.ndarray]:
