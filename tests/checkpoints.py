@@ -138,8 +138,6 @@ def write_dev(folder: Path) -> Path:
 
 def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """diffusers' names -> those of Black Forest Labs' single files, after `prefix`."""
-    import torch
-
     from stages.models.flux2 import load
 
     plain = {new: old for old, new in load.TRANSFORMER.items()}
@@ -152,14 +150,15 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = key.removesuffix(".weight")
         kind, _, rest = name.partition(".")
         if kind not in blocks:
-            swapped = torch.cat(value.chunk(2)[::-1]) if name == "norm_out.linear" else value
+            half = len(value) // 2
+            swapped = stacked([value[half:], value[:half]]) if name == "norm_out.linear" else value
             found[f"{plain.get(name, 'final_layer.adaLN_modulation.1')}.weight"] = swapped
             continue
         number, _, inner = rest.partition(".")
         at, names = blocks[kind][0] + f".{number}.", {new: old for old, new in blocks[kind][1].items()}
         if fused := next((old for old, parts in load.FUSED.items() if inner in parts), ""):
             parts = [arrays[f"{kind}.{number}.{part}.weight"] for part in load.FUSED[fused]]
-            found[f"{at}{fused}.weight"] = torch.cat(parts)
+            found[f"{at}{fused}.weight"] = stacked(parts)
         else:
             found[at + names[inner] + (".scale" if "norm" in inner else ".weight")] = value
     return {prefix + key: value for key, value in found.items()}

@@ -58,12 +58,6 @@ def context(
         if each.name in needs or each.name in (tables or {}):
             inputs[each.name] = Input(folder / "inputs" / each.name, rows=(tables or {}).get(each.name))
 
-    def write(name: str, write: Callable[[Path], None]) -> Path:
-        path = folder / "artifacts" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        return path
-
     empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.columns})
     unit = WorkUnit(
         stage=stage.run.__module__,
@@ -76,9 +70,21 @@ def context(
         root=Path(),
         provenance={},
     )
-    made = open_run(unit, Report(stop=stop), write)
+    made = open_run(unit, Report(stop=stop), writer_into(folder / "artifacts"))
     made.output.pending = pending_rows(stage, made, stage.wants(made))
     return made
+
+
+def writer_into(folder: Path) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A function (name, write) that writes the artifact `name`, and renames it when it is whole."""
+
+    def keep(name: str, write: Callable[[Path], None]) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(unfinished := path.with_name(f".tmp-{path.name}"))
+        return unfinished.rename(path)
+
+    return keep
 
 
 def run(stage: Stage, made: Run[Any]) -> pa.Table:

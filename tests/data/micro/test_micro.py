@@ -26,7 +26,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.sampler import Adapters, adapted_forward, read_adapters
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import fresh_adapter, select_targets
-from tests.stages.text_to_image.samples.previews import writer_into
+from tests.harness import writer_into
 
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[3] / "data" / "assets" / "micro"

@@ -40,7 +40,7 @@ def fp8(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
 
 
 @pytest.mark.parametrize("form", [gguf, fp8])
-@pytest.mark.parametrize("name", ["flux3-tiny", "z-image-tiny"])
+@pytest.mark.parametrize("name", ["tiny", "flux3-tiny", "z-image-tiny"])
 def test_a_transformer_in_the_names_of_a_single_file_is_read(
     name: str, form: Callable[[Arrays, Path], tuple[Path, Arrays]], tmp_path: Path
 ) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from stages.models import gguf, weights
-from stages.models.flux2.load import load_flux2
-from stages.text_to_image.families import TINY_TRANSFORMER, family
+from stages.text_to_image.families import family
 from tests import checkpoints
 
 NUMBERS = {kind.name: number for number, kind in gguf.KINDS.items()}
@@ -84,31 +83,6 @@ def by_the_specification(raw: bytes, kind: str) -> np.ndarray:
                 value += 16 * (high[i % 32] >> group & 1)
             made.append(d * scale * value - least * offset)
     return np.array(made, np.float32)
-
-
-def test_a_transformer_in_q8_0_is_its_own_unpacked_values(tmp_path: Path) -> None:
-    import json
-
-    import torch
-    from diffusers import Flux2Transformer2DModel
-
-    torch.manual_seed(0)
-    state = Flux2Transformer2DModel(**TINY_TRANSFORMER).state_dict()
-    tensors: list[Tensor] = []
-    expected = {}
-    for key, value in checkpoints.as_single_file(state).items():
-        array = value.numpy()
-        raw, expected[key] = packed(array) if array.ndim == 2 else (array.tobytes(), array)
-        tensors.append((key, array.shape, 8 if array.ndim == 2 else 0, raw))
-    (tmp_path / "flux-2-klein-4b-Q8_0.gguf").write_bytes(file_of(tensors))
-    (tmp_path / "config.json").write_text(json.dumps(TINY_TRANSFORMER))
-    found: dict[str, mx.array] = {}
-    load_flux2(tmp_path / "flux-2-klein-4b-Q8_0.gguf", family("tiny"), mx.float32, lambda n, w: found.setdefault(n, w))
-    assert found.keys() == state.keys()
-    D = expected["img_in.weight"].shape[0]
-    fused = expected["double_blocks.1.txt_attn.qkv.weight"]
-    np.testing.assert_array_equal(np.array(found["transformer_blocks.1.attn.add_k_proj.weight"]), fused[D : 2 * D])
-    np.testing.assert_array_equal(np.array(found["proj_out.weight"]), expected["final_layer.linear.weight"])
 
 
 TWO = file_of([("a", (8,), 0, bytes(32)), ("b", (8,), 0, bytes(32))])

@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from stages.models import weights
 from stages.models.flux2.load import load_flux2, to_diffusers
 from stages.models.folders import locate
-from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import TINY_TRANSFORMER, family
 from tests import checkpoints
 
@@ -292,32 +291,6 @@ def test_half_precision_files_of_every_spelling_hold_the_same_weights(
     found = loaded(tmp_path / "m.safetensors")
     for name, value in halves.items():
         np.testing.assert_array_equal(np.array(found[name]), value.float().numpy(), name)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_text_encoder_that_mlx_lm_quantised_is_its_own_unpacked_values(tiny_weights: Path, tmp_path: Path, bits: int) -> None:
-    source = tiny_weights / "text_encoder"
-    settings = {"group_size": 32, "bits": bits}
-    halves = {key: value.astype(mx.bfloat16) for key, value in mx.load(str(source / "model.safetensors")).items()}
-    stored, values = checkpoints.quantised(halves, bits, 32)
-    words = []
-    for name, arrays in (("packed", stored), ("plain", values)):
-        (tmp_path / name).mkdir()
-        config = json.loads((source / "config.json").read_text()) | ({"quantization": settings} if name == "packed" else {})
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        mx.save_safetensors(str(tmp_path / name / "model.safetensors"), arrays)
-        words.append(next(TextEncoder(tmp_path / name, tiny_weights / "tokenizer", TINY, "float32").encode(["a cat"])).words)
-    np.testing.assert_array_equal(*words)
-
-
-def test_a_transformer_that_mflux_saved_is_read(reference: Any, tmp_path: Path) -> None:
-    arrays = {key: mx.array(tensor.numpy()) for key, tensor in reference.state_dict().items()}
-    stored, values = checkpoints.quantised(arrays, 8, 64, checkpoints.mflux_name)
-    without_guidance = {key: value for key, value in stored.items() if "guidance_embedder" not in key}
-    mx.save_safetensors(str(tmp_path / "0.safetensors"), without_guidance)
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"guidance_embeds": False}))
-    for name, value in loaded(tmp_path).items():
-        np.testing.assert_array_equal(np.array(value), np.array(values[name].astype(mx.float32)), name)
 
 
 QUANTISED = {"a.weight": (4, 64)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
 from pipeline.project.stage_run import Lazy
 from schemas.text_to_image import CAPTIONS
+from stages.hashing import text_sha256
 from stages.models.text.encoder import widen
 from stages.run import Run
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory
@@ -38,13 +38,9 @@ def folder(tiny_weights: Path) -> Path:
     return tiny_weights
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def caption(text: str, role: str = "caption", image: str = "i1", origin: str = "cat.txt") -> dict[str, Any]:
     return {
-        "caption_id": digest(text),
+        "caption_id": text_sha256(text),
         "image_id": image,
         "role": role,
         "text": text,
@@ -77,8 +73,8 @@ def tensors(table: pa.Table) -> dict[str, np.ndarray]:
 def test_a_text_shared_by_many_is_encoded_once_and_the_empty_one_too(folder: Path, tmp_path: Path) -> None:
     made = harness.run(STAGE, context_of(folder, tmp_path))
     texts = {row["text"] for row in CAPTIONED}
-    assert sorted(made["caption_id"].to_pylist()) == sorted(map(digest, texts))
-    empty = next(row for row in made.to_pylist() if row["caption_id"] == digest(""))
+    assert sorted(made["caption_id"].to_pylist()) == sorted(map(text_sha256, texts))
+    empty = next(row for row in made.to_pylist() if row["caption_id"] == text_sha256(""))
     assert (empty["tokens"], empty["dropped_tokens"]) == (12, 0)
 
 
@@ -98,9 +94,9 @@ def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Pa
     context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
     context.report.say = lines.append
     made = {row["caption_id"]: row for row in harness.run(STAGE, context).drop_columns(["tensor"]).to_pylist()}
-    dropped = made[digest(LONG)]["dropped_tokens"]
-    assert dropped > 0 and made[digest(LONG)]["tokens"] == 64
-    assert made[digest("a cat")]["dropped_tokens"] == 0
+    dropped = made[text_sha256(LONG)]["dropped_tokens"]
+    assert dropped > 0 and made[text_sha256(LONG)]["tokens"] == 64
+    assert made[text_sha256("a cat")]["dropped_tokens"] == 0
     assert len(lines) == 1
     assert (
         lines[0].startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long for the text encoder, which reads 64;")
@@ -170,7 +166,7 @@ def test_an_encoder_that_cannot_fit_is_refused_and_the_settings_that_fit_are_nam
 
 def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_table(folder: Path, tmp_path: Path) -> None:
     found = {bits: words(replace(FLOAT32, bits=bits), folder, tmp_path / str(bits)) for bits in (16, 8, 4)}
-    key = digest("a cat")
+    key = text_sha256("a cat")
     full, eight, four = (widen(np.array(found[bits][key], np.uint16)) for bits in (16, 8, 4))
     assert 0 < np.abs(eight - full).mean() < np.abs(four - full).mean() < np.abs(full).mean()
     assert settings_of(FLOAT32) == {"precision": "float32"}

@@ -18,6 +18,7 @@ from stages.text_to_image.sampler import Adapters, load_sampler
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.weights import load_transformer
+from tests.checkpoints import weights_of
 
 TINY = family("tiny")
 CONFIG = TrainConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
@@ -31,14 +32,7 @@ def published(tiny_weights: Path, tmp_path: Path) -> Path:
 def load(path: Path, folder: Path | None, config: TrainConfig = CONFIG) -> tuple[dict[str, Any], list[str]]:
     """(weights by name, the lines that the user sees)."""
     said: list[str] = []
-    return flat(load_transformer(path, TINY, mx.float32, config, copies=folder, keep=True, say=said.append)), said
-
-
-def flat(model: Any) -> dict[str, Any]:
-    found = dict(model.top)
-    for block in model.blocks:
-        found |= {f"{block.name}.{name}": value for name, value in block.weights.items()}
-    return found
+    return weights_of(load_transformer(path, TINY, mx.float32, config, copies=folder, keep=True, say=said.append)), said
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -69,7 +63,7 @@ def test_drawing_with_the_settings_of_training_reads_the_copy_alone(
     monkeypatch.setattr(weights, "load_component", lambda *given, **named: pytest.fail("published files were read"))
     config = SamplesConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
     sampler = load_sampler(Adapters("the base"), published, TINY, config, lambda: mx.zeros(0), copies=tmp_path / "copies")
-    assert same(plain, flat(sampler.model))
+    assert same(plain, weights_of(sampler.model))
 
 
 def test_other_settings_and_replaced_files_have_copies_of_their_own(published: Path, tmp_path: Path) -> None:
@@ -103,7 +97,7 @@ def test_drawing_says_in_one_line_that_a_damaged_copy_is_deleted(published: Path
     said: list[str] = []
     model = load_transformer(published, TINY, mx.float32, CONFIG, copies=tmp_path / "copies", say=said.append)
     assert said == [f"the converted copy {copy.name} is damaged and deleted; the weights are read instead"]
-    assert same(plain, flat(model)) and not copy.exists()
+    assert same(plain, weights_of(model)) and not copy.exists()
 
 
 def test_without_room_on_the_disk_the_run_goes_on_without_a_copy(

@@ -9,24 +9,14 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, ROWS, STATE
+from tests.harness import writer_into
 
 ADAPTERS = {"b.lora_B.weight": mx.array([[1.0], [-2.5]]), "b.lora_A.weight": mx.array([[0.5, 3.0, 4.0]])}
 STATES = {"step": mx.array(7, mx.int32), "b.m": mx.zeros((2, 2))}
 
 
-def keeper(folder: Path):
-    def keep(name, write):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path.with_name(".tmp"))
-        path.with_name(".tmp").rename(path)
-        return path
-
-    return keep
-
-
 def save(folder: Path, step: int, **facts):
-    return checkpoint.save(keeper(folder), step, ADAPTERS, STATES, pa.table({"step": [step]}), {"rank": "1"}, facts)
+    return checkpoint.save(writer_into(folder), step, ADAPTERS, STATES, pa.table({"step": [step]}), {"rank": "1"}, facts)
 
 
 def test_what_is_saved_is_found_and_read_back_bit_for_bit(tmp_path):
@@ -46,8 +36,8 @@ def test_what_is_saved_is_found_and_read_back_bit_for_bit(tmp_path):
 def test_no_file_is_written_of_values_that_are_not_finite(tmp_path, value):
     arrays = ADAPTERS | {"b.lora_B.weight": mx.array([[1.0], [value]])}
     with pytest.raises(ValueError, match=r"b.lora_B.weight has values that are not finite, .*; lower the learning rate"):
-        checkpoint.save(keeper(tmp_path), 7, arrays, STATES, pa.table({"step": [7]}), {}, {})
-    assert not checkpoint.find_checkpoints(tmp_path) and not list(tmp_path.rglob("*.safetensors"))
+        checkpoint.save(writer_into(tmp_path), 7, arrays, STATES, pa.table({"step": [7]}), {}, {})
+    assert not checkpoint.find_checkpoints(tmp_path) and not list(tmp_path.rglob("[!.]*.safetensors"))
 
 
 @pytest.mark.parametrize("name", [ADAPTER, OPTIMIZER, ROWS])
@@ -99,7 +89,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("deleted", range(6))
 def test_a_kill_while_an_old_timed_checkpoint_is_deleted_leaves_no_damaged_one(deleted, tmp_path, monkeypatch):
     for step in (5, 10):
-        checkpoint.save(keeper(tmp_path), step, ADAPTERS, STATES, pa.table({"step": [step]}), {}, {"timed": True})
+        checkpoint.save(writer_into(tmp_path), step, ADAPTERS, STATES, pa.table({"step": [step]}), {}, {"timed": True})
     real, left = Path.unlink, [deleted]
 
     def unlink(path, missing_ok=False):
@@ -125,7 +115,7 @@ def test_a_kill_while_an_old_timed_checkpoint_is_deleted_leaves_no_damaged_one(d
 def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
     assert checkpoint.published_step(tmp_path) is None
     saved = save(tmp_path, 7)
-    checkpoint.publish(keeper(tmp_path), saved)
+    checkpoint.publish(writer_into(tmp_path), saved)
     assert checkpoint.published_step(tmp_path) == 7
     assert (tmp_path / ADAPTER).read_bytes() == (saved.folder / ADAPTER).read_bytes()
     (tmp_path / ADAPTER).write_bytes(b"short")

@@ -24,6 +24,7 @@ from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.order import Order
 from stages.tuner.step import build_optimizer, choose_targets
 from stages.tuner.task import Term
+from tests.harness import writer_into
 
 WORDS, WIDTH, LENGTH, BLOCKS, PAIRS = 50, 16, 5, 3, 14
 HELD = (12, 13)  # pairs that are only measured
@@ -220,15 +221,9 @@ class ToyRun:
         table = pa.Table.from_pylist([self.stored[key] for key in sorted(self.stored)], schema=SCHEMA)
         wanted = wanted_rows(task, loop.last_step(task, table))
         pending = wanted.filter(pa.array([row_key(row) not in self.stored for row in wanted.to_pylist()], pa.bool_()))
-        output = Output(self.folder, table, pending, self._write, {"recipe": "toy"})
+        output = Output(self.folder, table, pending, writer_into(self.folder), {"recipe": "toy"})
         inputs: Any = None
         return Run(self.config, inputs, output, {}, Report(self.lines.append, stop=stop, pause=self.reasons.append))
-
-    def _write(self, name: str, write: Callable[[Path], None]) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        return path
 
     def go(
         self,

@@ -12,7 +12,8 @@ from stages.models.flux2.transformer import Flux2Config
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets
-from tests.stages.text_to_image.samples.previews import TINY, writer_into
+from tests.harness import writer_into
+from tests.stages.text_to_image.samples.previews import TINY
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from PIL import Image
 
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS
+from stages.hashing import text_sha256
 from stages.run import Run
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
@@ -27,21 +27,17 @@ CONFIG = SamplesConfig(checkpoints="all", seeds=(0, 5), width=SIZE, height=SIZE,
 TOKENS = 6
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def tables(last_step: int = 20) -> dict[str, pa.Table]:
     captions, embeddings = [], []
     draw = np.random.default_rng(0)
     for role, texts in (("empty", [""]), ("preview", PROMPTS), ("caption", ["of an image"])):
         for position, text in enumerate(texts):
-            row = {"caption_id": digest(text), "image_id": "", "role": role, "text": text, "position": position}
+            row = {"caption_id": text_sha256(text), "image_id": "", "role": role, "text": text, "position": position}
             captions.append(row | {"source": "config", "origin": ""})
             values = mx.array(draw.standard_normal((TOKENS, TINY.transformer["joint_attention_dim"]), np.float32))
             words = np.array(values.astype(mx.bfloat16).view(mx.uint16))
-            row = {"caption_id": digest(text), "tokens": 3, "dropped_tokens": 0, "shape": list(words.shape), "dtype": "bfloat16"}
-            embeddings.append(row | {"mean": 0.0, "std": 1.0, "absmax": 3.0, "tensor": words.ravel()})
+            row = {"caption_id": row["caption_id"], "tokens": 3, "dropped_tokens": 0, "shape": list(words.shape)}
+            embeddings.append(row | {"dtype": "bfloat16", "mean": 0.0, "std": 1.0, "absmax": 3.0, "tensor": words.ravel()})
     return {
         "captions": table_of(CAPTIONS, captions[::-1]),
         "embeddings": table_of(EMBEDDINGS, embeddings),
@@ -61,13 +57,3 @@ def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, last_step:
 def pixels(run: Run[Any], row: dict[str, Any]) -> np.ndarray:
     with Image.open(run.output.artifacts / row["path"]) as image:
         return np.asarray(image).astype(np.float32)
-
-
-def writer_into(folder: Path) -> Any:
-    def write_artifact(name: str, write: Any) -> Path:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        return path
-
-    return write_artifact

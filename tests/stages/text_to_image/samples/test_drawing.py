@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from schemas.text_to_image import TRAIN
+from stages.hashing import text_sha256
 from stages.models import sampling
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
@@ -24,10 +25,8 @@ from tests.stages.text_to_image.samples.previews import (
     STEPS,
     TINY,
     context,
-    digest,
     pixels,
     tables,
-    writer_into,
 )
 
 
@@ -59,7 +58,7 @@ def drawn_by_diffusers(
     )
     pipeline.set_progress_bar_config(disable=True)
     values = harness.tensors_of(tables()["embeddings"], "caption_id")
-    embeds = {text: np.array(mx.array(values[digest(text)]).view(mx.bfloat16).astype(mx.float32)) for text in (prompt, "")}
+    embeds = {text: np.array(mx.array(values[text_sha256(text)]).view(mx.bfloat16).astype(mx.float32)) for text in (prompt, "")}
     shape = (1, TINY.transformer["in_channels"], SIZE // 16, SIZE // 16)
     image: np.ndarray = pipeline(
         image=list(references) or None,
@@ -110,8 +109,8 @@ def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_
     arrays = plain.arrays(checkpoint.ADAPTER)
     averaged = {name: value / 2 for name, value in arrays.items()}
     about = {"rank": "2", "alpha": "4.0"}
-    checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.batch.empty_table(), about, {}, averaged)
-    checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.batch.empty_table(), about, {})
+    checkpoint.save(harness.writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.batch.empty_table(), about, {}, averaged)
+    checkpoint.save(harness.writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.batch.empty_table(), about, {})
     places = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, weights=places)
     labels = {}

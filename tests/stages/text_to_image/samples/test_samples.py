@@ -30,7 +30,6 @@ from tests.stages.text_to_image.samples.previews import (
     context,
     pixels,
     tables,
-    writer_into,
 )
 
 
@@ -195,7 +194,8 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
     (saved,) = [saved for saved in checkpoint.find_checkpoints(root / "train") if saved.step == 10]
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
-    checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.batch.empty_table(), {"rank": "2", "alpha": "4.0"}, {})
+    about = {"rank": "2", "alpha": "4.0"}
+    checkpoint.save(harness.writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.batch.empty_table(), about, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, replace(CONFIG, base=False), last_step=30, weights=weights)
     with pytest.raises(
