@@ -22,8 +22,11 @@ def tensors_of(table: pa.Table, key: str) -> dict[str, np.ndarray]:
     return {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
 
 
-def table_of(schema: TableSchema, rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_batches([schema.record_batch(rows)])
+def rows_of(schema: TableSchema, *rows: dict[str, Any]) -> pa.Table:
+    """Rows, with a harmless value in every column that is not given."""
+    blank = {pa.string(): "", pa.bool_(): False}
+    default = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else blank.get(f.type, 0) for f in schema.batch}
+    return pa.Table.from_batches([schema.record_batch([default | row for row in rows])])
 
 
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:

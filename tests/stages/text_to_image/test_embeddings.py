@@ -26,7 +26,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.stored_embeddings import LEVELS, pack, stored_words, unpack
 from stages.tuner.blockwise.device import live_memory_limit
 from tests import harness, projects
-from tests.harness import table_of
+from tests.harness import rows_of
 
 TINY = family("tiny")
 LONG = "word " * 90
@@ -39,15 +39,7 @@ def folder(tiny_weights: Path) -> Path:
 
 
 def caption(text: str, role: str = "caption", image: str = "i1", origin: str = "cat.txt") -> dict[str, Any]:
-    return {
-        "caption_id": text_sha256(text),
-        "image_id": image,
-        "role": role,
-        "text": text,
-        "source": "sidecar",
-        "origin": origin,
-        "position": 0,
-    }
+    return {"caption_id": text_sha256(text), "image_id": image, "role": role, "text": text, "origin": origin}
 
 
 CAPTIONED = [
@@ -63,7 +55,7 @@ CAPTIONED = [
 def context_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> Run:
     more = {"config": FLOAT32, "family": TINY, **more}
     weights = {name: folder / name for name in ("text_encoder", "tokenizer")}
-    return harness.context(STAGE, tmp_path, {"captions": table_of(CAPTIONS, rows)}, weights=weights, **more)
+    return harness.context(STAGE, tmp_path, {"captions": rows_of(CAPTIONS, *rows)}, weights=weights, **more)
 
 
 def tensors(table: pa.Table) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from stages.text_to_image.latents import STAGE, LatentsConfig, latent_id
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import load_dataset
 from tests import projects
-from tests.harness import context, run, table_of
+from tests.harness import context, rows_of, run
 
 SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
 
@@ -45,18 +45,16 @@ def pictures(tmp_path):
 def tables(folder, resolutions=((32, 48), (48, 32))):
     """The tables images and buckets: every picture cropped to every size, with edges that lie between pixels."""
     images, buckets = [], []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.glob("*.*") if ".mask" not in path.name):
         image_id = hashlib.sha256(path.read_bytes()).hexdigest()
         width, height = SIZES.get(path.stem.removeprefix("mirrored_"), (64, 64))
-        empty = {"bytes": 0, "mtime_ns": 0, "inode": 0, "format": "PNG", "mode": "RGB", "frames": 1, "detail": ""}
-        images.append({"path": path.name, "image_id": image_id, "width": width, "height": height, "rejected": None} | empty)
+        images.append({"path": path.name, "image_id": image_id, "format": "PNG", "mode": "RGB", "width": width, "height": height})
         for i, (bucket_w, bucket_h) in enumerate(resolutions):
             scale = max(bucket_w / width, bucket_h / height)
             w, h = min(width, bucket_w / scale), min(height, bucket_h / scale)
             place = {"crop_x": (width - w) / 2, "crop_y": (height - h) / 2, "crop_w": w, "crop_h": h, "scale": scale}
-            size = {"width": bucket_w, "height": bucket_h, "tokens": bucket_w * bucket_h // 256, "crop_loss": 0.0}
-            buckets.append({"image_id": image_id, "resolution": 32 + i, "rejected": None} | place | size)
-    return {"images": table_of(IMAGES, images), "buckets": table_of(BUCKETS, buckets)}
+            buckets.append({"image_id": image_id, "resolution": 32 + i, "width": bucket_w, "height": bucket_h} | place)
+    return {"images": rows_of(IMAGES, *images), "buckets": rows_of(BUCKETS, *buckets)}
 
 
 def made(folder, tmp_path, weights, given=None, **more):
@@ -109,7 +107,7 @@ def test_a_rejected_image_or_bucket_has_no_latent(pictures, tmp_path, weights):
     buckets, images = given["buckets"].to_pylist(), given["images"].to_pylist()
     buckets[0]["rejected"] = "too_small"
     images[1]["rejected"] = "duplicate"
-    given = {"images": table_of(IMAGES, images), "buckets": table_of(BUCKETS, buckets)}
+    given = {"images": rows_of(IMAGES, *images), "buckets": rows_of(BUCKETS, *buckets)}
     assert STAGE.wants(made(pictures, tmp_path, weights, given)).num_rows == 3
 
 

@@ -9,7 +9,8 @@ import pytest
 from schemas.text_to_image import IMAGES
 from stages.text_to_image import length
 from stages.text_to_image.length import steps_of, warnings
-from tests.stages.text_to_image.train.runs import BASE, SHAPES, Run, rows_of, tables, weights
+from tests.harness import rows_of
+from tests.stages.text_to_image.train.runs import BASE, SHAPES, Run, tables, weights
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from stages.text_to_image.scores import (
     real_pictures,
     without_trigger,
 )
-from tests import harness, projects
-from tests.stages.text_to_image.train.runs import rows_of
+from tests import harness
+from tests.harness import rows_of
 
 pytestmark = pytest.mark.slow
 TRIGGER = "zorvex"

@@ -6,7 +6,7 @@ import pytest
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
-from tests.harness import context, run, table_of
+from tests.harness import context, rows_of, run
 
 
 class Folder:
@@ -19,15 +19,14 @@ class Folder:
 
     def add(self, path, image_id="", rejected=None):
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        row = {"path": path, "image_id": image_id or path, "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG", "mode": "RGB"}
-        self.images.append(row | {"width": 64, "height": 64, "frames": 1, "rejected": rejected, "detail": ""})
+        self.images.append({"path": path, "image_id": image_id or path, "rejected": rejected})
 
     def write(self, name, text, encoding="utf-8"):
         (self.root / name).parent.mkdir(parents=True, exist_ok=True)
         (self.root / name).write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
 
     def context(self, stored=None, **config):
-        tables = {"images": table_of(IMAGES, self.images)}
+        tables = {"images": rows_of(IMAGES, *self.images)}
         made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
         made.report.say = self.lines.append
         return made

@@ -5,7 +5,7 @@ from PIL import Image
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
-from tests.harness import context, run, table_of
+from tests.harness import context, rows_of, run
 
 
 def draw(path, seed=0, size=(80, 72)):
@@ -40,7 +40,7 @@ class Project:
         wanted = STAGE.wants(self.context())["path"].to_pylist()
         old = {row["path"]: row for row in self.stored.to_pylist()} if self.stored is not None else {}
         old |= {row["path"]: row for row in rows}
-        self.stored = table_of(IMAGES, [old[path] for path in sorted(old) if path in wanted])
+        self.stored = rows_of(IMAGES, *[old[path] for path in sorted(old) if path in wanted])
 
     def verdicts(self):
         return {row["path"]: row["rejected"] for row in self.stored.to_pylist()}

@@ -17,7 +17,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import STAGE
 from tests import harness
-from tests.harness import table_of
+from tests.harness import rows_of
 
 TINY = family("tiny")
 PROMPTS = ("a red fox", "a sleeping cat, 猫")
@@ -32,15 +32,14 @@ def tables(last_step: int = 20) -> dict[str, pa.Table]:
     draw = np.random.default_rng(0)
     for role, texts in (("empty", [""]), ("preview", PROMPTS), ("caption", ["of an image"])):
         for position, text in enumerate(texts):
-            row = {"caption_id": text_sha256(text), "image_id": "", "role": role, "text": text, "position": position}
-            captions.append(row | {"source": "config", "origin": ""})
+            key = {"caption_id": text_sha256(text)}
+            captions.append(key | {"role": role, "text": text, "position": position})
             values = mx.array(draw.standard_normal((TOKENS, TINY.transformer["joint_attention_dim"]), np.float32))
             words = np.array(values.astype(mx.bfloat16).view(mx.uint16))
-            row = {"caption_id": row["caption_id"], "tokens": 3, "dropped_tokens": 0, "shape": list(words.shape)}
-            embeddings.append(row | {"dtype": "bfloat16", "mean": 0.0, "std": 1.0, "absmax": 3.0, "tensor": words.ravel()})
+            embeddings.append(key | {"tokens": 3, "shape": list(words.shape), "dtype": "bfloat16", "tensor": words.ravel()})
     return {
-        "captions": table_of(CAPTIONS, captions[::-1]),
-        "embeddings": table_of(EMBEDDINGS, embeddings),
+        "captions": rows_of(CAPTIONS, *captions[::-1]),
+        "embeddings": rows_of(EMBEDDINGS, *embeddings),
         "train": pa.table({"step": pa.array([last_step], pa.int32())}),
     }
 

@@ -32,7 +32,7 @@ from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from stages.tuner.loop import Key, Loader, load_training, row_key
 from stages.tuner.step import TrainingStep
 from tests import harness
-from tests.harness import table_of
+from tests.harness import rows_of
 
 TINY = family("tiny")
 SIZES = {
@@ -64,13 +64,6 @@ def weights(folder: Path, *, guidance: bool = False, **sizes: Any) -> Path:
 def words(shape: tuple[int, ...], seed: int) -> list[int]:
     value = mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(mx.bfloat16)
     return np.array(value.view(mx.uint16)).ravel().tolist()
-
-
-def rows_of(schema: Any, *rows: dict[str, Any]) -> pa.Table:
-    """Rows, with a harmless value in every column that is not given."""
-    blank = {pa.string(): "", pa.bool_(): False}
-    default = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else blank.get(f.type, 0) for f in schema.batch}
-    return table_of(schema, [default | row for row in rows])
 
 
 def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> dict[str, pa.Table]:

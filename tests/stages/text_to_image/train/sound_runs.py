@@ -43,8 +43,8 @@ from stages.text_to_image.train import task
 from stages.text_to_image.train.config import NoiseConfig, TrainConfig
 from stages.text_to_image.train.sound_start import uninformed_mse
 from stages.tuner.config import OptimizerConfig
+from tests.harness import rows_of
 from tests.projects import ROOT
-from tests.stages.text_to_image.train.runs import rows_of
 
 LOG = logging.getLogger("sound_runs")
 MICRO, WEIGHTS = family("micro"), ROOT / "data" / "assets" / "micro"

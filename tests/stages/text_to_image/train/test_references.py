@@ -18,7 +18,8 @@ from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
 from stages.text_to_image.train.task import family_of
 from stages.tuner.step import TrainingStep
-from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
+from tests.harness import rows_of
+from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, tables, weights
 from tests.stages.text_to_image.train.test_step import step_of
 
 SIZE = (96, 64)

@@ -17,7 +17,8 @@ from stages.text_to_image.train.config import DataConfig, TrainConfig, Validatio
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.diffusion import moved
-from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, Run, rows_of, words
+from tests.harness import rows_of
+from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, Run, words
 
 SLIDER = SliderConfig("{caption}, old", "{caption}, young", ("a man", "a cat"), guidance=3.0)
 TEXTS = ["", *SLIDER.neutral, *(pole for text in SLIDER.neutral for pole in SLIDER.poles(text))]

@@ -22,7 +22,7 @@ from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import draws
 from stages.tuner.loop import Loader, wanted_rows
-from tests.stages.text_to_image.train.runs import rows_of
+from tests.harness import rows_of
 
 IMAGE_COUNT = 6
 FIRST_WITHOUT_SETTINGS = [(5, 768, "text5", 0.6115), (1, 768, "nothing", 0.7483), (4, 512, "text4", 0.9776)]

@@ -11,6 +11,7 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.optimizers import make_optimizer
 from stages.tuner.optimizers.adafactor import Adafactor
+from stages.tuner.optimizers.adamw import AdamW
 from stages.tuner.optimizers.lion import Lion
 from stages.tuner.optimizers.prodigy import Prodigy
 
@@ -73,6 +74,19 @@ def compare(path, other, rtol=2e-5, atol=1e-6):
         for name in SHAPES:
             np.testing.assert_allclose(mine[name], theirs[name], rtol=rtol, atol=atol)
     assert any(np.abs(path[-1][name] - start()[name]).max() > 0.01 for name in SHAPES)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_equals_torchs_except_that_vectors_do_not_decay(weight_decay):
+    import torch
+
+    def make(matrices, vectors):
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
+
+    path, state = run(AdamW(0.9, 0.99, 1e-8, weight_decay), rate)
+    compare(path, run_torch(make, rate))
+    assert state["step"].item() == STEPS
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"beta1": 0.9}])
