@@ -25,7 +25,7 @@ from stages.text_to_image.scores import (
     real_pictures,
     without_trigger,
 )
-from tests import harness
+from tests import harness, projects
 from tests.harness import rows_of
 
 pytestmark = pytest.mark.slow
