@@ -113,9 +113,7 @@ def test_only_settings_that_are_declared_as_paths_become_paths_of_the_worker(tmp
 
 @pytest.mark.parametrize("pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name)
 def test_every_setting_that_a_stage_joins_with_a_folder_is_declared_as_a_path(pipeline: Pipeline) -> None:
-    """A setting whose description says "folder", "file" or "relative to the project" is declared as a path, or is listed
-    here.
-    """
+    # Those whose description says so, though they are no paths.
     texts = {"images.references", "captions.extension", "descriptions.extension", "sources.exclude", "captions.caption_column"}
     for name in pipeline.stages:
         for field in dataclasses.fields(pipeline.stage(name).config):

@@ -78,10 +78,7 @@ def elsewhere() -> Iterator[subprocess.Popen[bytes]]:
 def in_another_process(
     process: subprocess.Popen[bytes], project: Project, name: str, sizes: list[int]
 ) -> Callable[[Run[Any]], Iterator]:
-    """A `compute` for the runner: units of ROWS rows, pickled, performed in another process, their results pickled back.
-
-    Adds to `sizes` the number of bytes of every pickled unit.
-    """
+    """A `compute` for the runner: units of ROWS rows, pickled (their bytes go into `sizes`) and performed in another process."""
 
     def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
         units = divide(project.pipeline.stages[name], project.stage(name), run, project.inputs(name), ROWS)

@@ -26,24 +26,18 @@ COMMIT = "b" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """A server that acts as a hub with one repository. `files` maps file names to bytes. `served` lists (method, file,
-    first byte) of every request. `status` maps a file, or "" for the repository, to the HTTP status of its answers. `cut`
-    maps a file to a number of bytes: the next answer with this file ends after so many.
-
-    `damaged` names a file that is sent with wrong bytes. The file `stalled` is sent in answers of a thousand bytes, or of
-    all bytes up to `stalled_at`; each answer then sends nothing more until `released` is set.
-    """
+    """A server that acts as a hub with one repository."""
 
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = files
-        self.served: list[tuple[str, str, int]] = []
-        self.status: dict[str, int] = {}
-        self.cut: dict[str, int] = {}
-        self.damaged = ""
-        self.stalled = ""
+        self.served: list[tuple[str, str, int]] = []  # method, file, first byte
+        self.status: dict[str, int] = {}  # HTTP status of a file, or "" for the repository
+        self.cut: dict[str, int] = {}  # after so many bytes, the next answer with this file ends
+        self.damaged = ""  # this file is sent with wrong bytes
+        self.stalled = ""  # of this file, a thousand bytes are sent, or those up to `stalled_at`, until `released`
         self.stalled_at = 0
         self.released = threading.Event()
 

@@ -48,16 +48,13 @@ notes: mmap.mmap | None = None  # shared with the parent, so that it outlives a 
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a fork. `code` is its exit code, and `value` is what the function returned. `text` is what it wrote to
-    standard output and standard error. `steps` is the number of its steps on the disk. `noted` is the last value that it
-    passed to `note`.
-    """
+    """The result of a fork."""
 
     code: int
-    value: Any
-    text: str
-    steps: int
-    noted: Any
+    value: Any  # what the function returned
+    text: str  # standard output and error
+    steps: int  # on the disk
+    noted: Any  # the last value passed to `note`
 
 
 def note(value: Any) -> None:
@@ -100,10 +97,8 @@ class Forks:
     def call(
         self, function: str, *arguments: Any, watch: Path | None = None, kill: int = 0, room: int = -1, record: Path | None = None
     ) -> Done:
-        """Call a function in a fork, and return how the fork ended. `function` is "module:name", and `arguments` are JSON
-        values. The fork's steps on the disk are counted below the folder `watch`. The fork is killed before its step `kill`
-        (0: never). The disk is full after `room` bytes (-1: never). The steps are appended to the file `record`. Raises
-        AssertionError if the function raises an exception.
+        """Call "module:name" in a fork, with JSON values. Steps on the disk are counted below `watch` and appended to `record`;
+        the fork is killed before step `kill` (0: never), and the disk is full after `room` bytes (-1: never).
         """
         order = {
             "function": function,

@@ -34,10 +34,6 @@ def make(folder: Path, weights: Path, images: int = 3, family: str = "tiny") -> 
     return folder
 
 
-def build(path: str, *names: str) -> None:
-    projects.build(Path(path), *names)
-
-
 def command(path: str, words: Sequence[str], before: Acknowledged, caption: str = "") -> None:
     """Ends the process with the exit code; notes, and writes into the record of steps, the committed rows from `before` on."""
     from pipeline import cli
