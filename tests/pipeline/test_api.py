@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 
 from pipeline import Project
-from pipeline.commands.status import describe
 from tests import projects
 
 HEAVY = ("mlx", "tokenizers", "lance", "lancedb", "duckdb", "PIL", "rich")
@@ -28,13 +27,6 @@ def built(tmp_path_factory, tiny_weights) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("api") / "project", tiny_weights, images=3)
     Project(folder).run("train", upstream=True, progress=False)
     return folder
-
-
-def test_a_run_with_upstream_builds_every_table_that_it_needs(built):
-    states = {state.stage_name: describe(state) for state in Project(built).status()}
-    assert {states[name] for name in ("images", "captions", "buckets", "latents", "embeddings", "train")} == {"up to date"}
-    assert states["samples"].endswith("make samples")
-    assert str(Project(built).status()[0]) == "images: 3 rows, up to date"
 
 
 @pytest.mark.proof("a program that asks in SQL, such as the example of the documents, ends with exit code 0")
