@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import own
 from pipeline.store.disk import format_bytes
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
@@ -29,10 +28,6 @@ def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
 
 def references() -> dict[str, str]:
     return {name: reference for _, commands in cli.command_groups(()) for name, reference in commands.items()}
-
-
-def test_no_pipeline_replaces_a_command_that_every_project_has():
-    assert not set(own(PIPELINE.name).commands) & set(cli.GENERIC)
 
 
 def test_the_help_lists_all_commands_and_loads_nothing_large():

@@ -92,7 +92,7 @@ def use(project: Path, weights: Path) -> None:
     projects.build(project, "images", "captions", "buckets")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.999])
 def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weights, share):
     use(project, weights)
     file = next((weights / "vae").glob("*.safetensors"))

@@ -96,10 +96,6 @@ def test_the_home_folder_of_an_unknown_user_is_a_missing_folder(tmp_path):
         Project("~nobody-at-all")
 
 
-def test_a_whole_number_is_accepted_where_a_number_is_expected(tmp_path):
-    assert load(tmp_path, GOOD + "[train]\nlr = 1").sections["train"].lr == 1.0
-
-
 def test_an_override_is_parsed_like_the_file(tmp_path):
     made = load(tmp_path, GOOD, "train.steps=7", "buckets.resolutions=[64, 128]", "captions.trigger=sks")
     assert made.sections["train"].steps == 7

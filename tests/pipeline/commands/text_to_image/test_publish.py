@@ -81,8 +81,3 @@ def test_the_command_says_that_nothing_was_uploaded_and_overwrites_nothing(built
     said = projects.latentmill(built, "publish")
     assert "nothing was uploaded" in said and "--data-licence" in said
     assert re.search(r"exports/\S*-hub exists; move it away", projects.latentmill(built, "publish", code=2))
-
-
-def test_a_missing_adapter_is_one_line_and_leaves_no_folder(built, tmp_path):
-    assert "its checkpoints are 2, 4, 6" in projects.latentmill(built, "publish", str(tmp_path / "hub"), "--step", "5", code=2)
-    assert not list(tmp_path.iterdir())
