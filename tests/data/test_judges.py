@@ -3,7 +3,6 @@
 import json
 import re
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from data import ASSETS, EXAMPLE
 from data.research.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
 from data.research.judges import compare, convert, texts
 from stages.hashing import file_sha256
-from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
+from stages.models.efficientnet import layers
 from stages.text_to_image.scores import IMAGE_WEIGHTS, ImageEncoder
 
 
@@ -75,25 +74,6 @@ def test_a_quantised_matrix_changes_its_outputs_less_than_plain_rounding_does():
     plain = np.round(weight / scale[:, None].astype(np.float32)) * scale[:, None]
     errors = [np.abs(x_NC @ (weight - other).T).mean() for other in (values * scale[:, None].astype(np.float32), plain)]
     assert errors[0] < 0.7 * errors[1]
-
-
-@pytest.mark.slow
-def test_what_the_quantiser_computes_is_what_the_stored_file_computes(monkeypatch):
-    def quick(weight, _):  # whatever the values are: those of `quantise`, which the test above has, take seconds
-        return np.round(weight * 127).astype(np.int8), np.full(len(weight), 1 / 127, np.float16)
-
-    monkeypatch.setattr(convert, "quantise", quick)
-    quantiser = convert.Quantiser(convert.fold(released(1)))
-    pixels = mx.array(np.random.default_rng(2).integers(0, 256, (1, SIDE, SIDE, 3)).astype(np.float32))
-    expected = np.array(quantiser(pixels))
-    arrays = quantiser.arrays
-    assert sum(array.nbytes for array in arrays.values()) <= 3_600_000
-    weights = {}
-    for name, (_, shape, _) in layers().items():
-        scale = arrays.get(f"{name}.scale", np.ones(shape[0], np.float16))
-        weight = dequantise(arrays[f"{name}.weight"], scale)
-        weights[name] = (mx.array(weight), mx.array(arrays[f"{name}.bias"].astype(np.float32)))
-    np.testing.assert_array_equal(np.array(EfficientNet(weights)(pixels)), expected)
 
 
 def test_a_released_file_of_another_hash_is_not_unpickled(tmp_path):

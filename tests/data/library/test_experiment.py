@@ -68,22 +68,6 @@ def test_pytorch_encodes_as_mlx_does_at_every_strength(results, tmp_path):
     assert np.abs(found[0.5][1] - found[1.0][1]).max() > 1e-3
 
 
-def test_a_recipe_whose_strength_is_given_is_tested_without_a_choice_and_its_kept_adapter_is_not_trained_again(results, tmp_path):
-    folder, project, recipes = results
-    [base] = [row for row in experiment.read(folder / "out.jsonl") if row["recipe"] == "base"]
-    out, only = tmp_path / "out.jsonl", {"three steps": recipes["three steps"]}
-    out.write_text(json.dumps(base) + "\n")
-    how = {"kept": tmp_path / "kept", "strength": 1.0}
-    experiment.run(folder / "tables", project, out, 2, 60.0, only, **how)
-    made = {row["seed"]: row for row in experiment.read(out)[1:]}
-    assert [(seed, row["strength"], "valid" in row) for seed, row in sorted(made.items())] == [(0, 1.0, False), (1, 1.0, False)]
-    out.write_text(json.dumps(base) + "\n")
-    experiment.run(folder / "tables", project, out, 2, 60.0, only, **how, torch=True)
-    again = {row["seed"]: row for row in experiment.read(out)[1:]}
-    assert [again[seed]["train_seconds"] for seed in (0, 1)] == [made[seed]["train_seconds"] for seed in (0, 1)]
-    assert [again[seed]["test"] for seed in (0, 1)] == [made[seed]["test"] for seed in (0, 1)]
-
-
 def test_the_test_queries_are_read_for_the_base_and_the_recipe_that_is_best_on_the_validation_queries(results):
     folder, _, _ = results
     rows = experiment.read(folder / "out.jsonl")
@@ -94,13 +78,6 @@ def test_the_test_queries_are_read_for_the_base_and_the_recipe_that_is_best_on_t
     assert experiment.best_recipe(
         [{"recipe": n, "strength": s, "valid": [v]} | ({"test": [t]} if t else {}) for n, s, v, t in made]
     ) == ("b", 0.5)
-
-
-def test_a_run_that_is_there_is_not_made_again_and_none_begins_after_the_time(results, tmp_path):
-    folder, project, recipes = results
-    before = (folder / "out.jsonl").read_text()
-    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 0.0, recipes | {"late": SETTINGS})
-    assert (folder / "out.jsonl").read_text() == before
 
 
 def test_the_report_gives_the_difference_of_the_chosen_recipe_with_its_interval(tmp_path):

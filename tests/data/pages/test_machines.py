@@ -14,14 +14,6 @@ def test_the_page_computes_with_the_constants_of_the_store() -> None:
     assert (commit_plan.COMMITS, commit_plan.SHARD_BYTES) == (store_table.COMMITS, shards.SHARD_BYTES)
 
 
-def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
-    limit = Ceiling(100.0, 100.0, 1e-6, 200.0, 300.0)
-    one, many = Plan(10**7, 2**20, 0.05, 64), Plan(10**7, 2**20, 0.05, 64, 16)
-    assert one.commits == 156_250 and many.commits == -(-156_250 // 16)
-    assert many.rewritten() == pytest.approx(one.rewritten() / 256, rel=1e-3)
-    assert many.saturates_at(limit) > 16 * one.saturates_at(limit)
-
-
 def test_the_simulation_ends_when_the_slower_side_has_ended_and_names_the_row_from_which_workers_wait() -> None:
     limit = Ceiling(100.0, 100.0, 1e-6, 200.0, 300.0)
     for plan, waits in ((Plan(10**7, 2**20, 0.05, 64), True), (Plan(10**7, 2**20, 0.05, 64, 64), False)):

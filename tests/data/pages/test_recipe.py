@@ -32,8 +32,15 @@ def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() ->
         assert in_toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
 
 
-def test_a_source_is_given_only_for_a_setting_that_exists() -> None:
+def test_what_is_said_of_other_trainers_names_only_what_exists_here() -> None:
     assert set(RIVALS["same_default"]) <= set(defaults())
+    for row in RIVALS["defaults"]:
+        names = re.findall(r"\{([\w.]+)\}", row["ours"])
+        assert names and set(names) <= set(defaults()), row["name"]
+    for kind, method in METHODS.items():
+        own = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+        assert set(RIVALS["optimizer"][kind]) == {"lr"} | own - {"weight_decay"}
+    assert {base for names in RIVALS["noise_names"].values() for base in names.values()} <= set(BASES)
 
 
 def test_every_trainer_has_a_cell_in_every_row_and_ours_is_our_default() -> None:
@@ -44,12 +51,6 @@ def test_every_trainer_has_a_cell_in_every_row_and_ours_is_our_default() -> None
     values = defaults()
     assert cells["learning rate"] == values["train.lr"] and cells["resolutions, px"] == values["buckets.resolutions"]
     assert cells["rank / alpha"] == f"{values['train.rank']} / {values['train.alpha']}"
-
-
-def test_a_row_of_the_comparison_names_only_settings_that_exist() -> None:
-    for row in RIVALS["defaults"]:
-        names = re.findall(r"\{([\w.]+)\}", row["ours"])
-        assert names and set(names) <= set(defaults()), row["name"]
 
 
 def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
@@ -76,12 +77,6 @@ def test_every_number_of_an_optimizer_stands_on_the_page_as_a_run_has_it_with_it
             assert name not in {field.name for field in dataclasses.fields(OptimizerConfig)}
 
 
-def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
-    for kind, method in METHODS.items():
-        own = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
-        assert set(RIVALS["optimizer"][kind]) == {"lr"} | own - {"weight_decay"}
-
-
 def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand() -> None:
     (doc,) = [entry.doc for entry in chosen("text_to_image", "train") if entry.key == "train.lr"]
     rates = [make_optimizer(kind).usual_lr for kind in ("prodigy", "lion")]
@@ -90,10 +85,6 @@ def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand
     (row,) = re.findall(r"^\| lion \| (.*) \|$", PAGE, re.MULTILINE)
     assert re.findall(r"`lr = (\S+)`, a fifth", row) == ["2e-5"]
     assert rates[1] == pytest.approx(make_optimizer("adamw").usual_lr / 5) == float("2e-5")
-
-
-def test_a_name_of_another_trainer_means_one_of_our_distributions() -> None:
-    assert {base for names in RIVALS["noise_names"].values() for base in names.values()} <= set(BASES)
 
 
 def test_every_distribution_and_every_weight_is_explained() -> None:

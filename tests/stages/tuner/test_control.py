@@ -55,17 +55,12 @@ def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(tmp_path):
     assert steps(run) == [3, 6, 7]
 
 
-def test_the_file_checkpoint_adds_one_and_changes_nothing_else(whole, tmp_path):
+@pytest.mark.parametrize(("after", "saved"), [(1, [2, 3, 6, 7]), (2, [3, 6, 7])])
+def test_the_file_checkpoint_adds_one_where_there_is_none_and_changes_nothing_else(after, saved, whole, tmp_path):
     run = ToyRun(tmp_path, UNMEASURED)
-    run.go(after=controlled(run, {1: "checkpoint"}))
-    assert (run.reasons, steps(run)) == ([], [2, 3, 6, 7])
+    run.go(after=controlled(run, {after: "checkpoint"}))
+    assert (run.reasons, steps(run)) == ([], saved)
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_the_file_checkpoint_at_a_step_that_has_one_anyway_adds_none(tmp_path):
-    run = ToyRun(tmp_path, UNMEASURED)
-    run.go(after=controlled(run, {2: "checkpoint"}))
-    assert (run.reasons, steps(run)) == ([], [3, 6, 7])
 
 
 def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(whole, tmp_path):

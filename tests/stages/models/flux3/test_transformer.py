@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux3.architecture import FLUX3
 from stages.models.flux3.load import load_transformer, to_diffusers, transformer_config
 from stages.models.flux3.transformer import Flux3, Flux3Config, inputs, text_rows
 from stages.models.weights import recognise
@@ -237,12 +236,3 @@ def test_a_distilled_model_in_the_folder_of_a_base_is_refused_so_that_nobody_tra
     (tmp_path / "config.json").write_text(json.dumps({**random_reference(flow_map=True).config}))
     with pytest.raises(ValueError, match=r"is distilled \(flow_map\), and flux3-klein-base is a base: choose the other family"):
         transformer_config(tmp_path, family("flux3-klein-base"))
-
-
-@pytest.mark.parametrize("steps", [1, 4, 16, 50])
-def test_the_noise_levels_are_those_of_diffusers_scheduler(steps: int) -> None:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    made = FlowMatchEulerDiscreteScheduler(shift=6.93)
-    made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
-    np.testing.assert_allclose(FLUX3.sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)

@@ -22,44 +22,28 @@ from tests.checkpoints import TEMPLATE
 FOLDER = Path(os.environ.get("LATENTMILL_TOKENIZERS", "not set"))
 PLAIN = [
     "",
-    " ",
-    "\n",
     "a photo of a cat",
     "A  double  space, a tab\tand a line\nbreak\r\n",
-    "Füchse jagen Hühner im Grünen",
     "une élève à l'école, cœur naïf",
     "狐がジャンプする、東京タワー",
-    "红色的狐狸 跳过 懒狗",
     "한국어 설명: 빨간 여우",
-    "лиса прыгает через ленивую собаку",
-    "αλεπού και σκύλος",
     "الثعلب البني السريع",
-    "השועל החום המהיר",
     "लोमड़ी कूदती है",
-    "สุนัขจิ้งจอก",
-    "🦊",
     "🦊🐶 jump 👨‍👩‍👧‍👦 family 🏳️‍🌈 flag 👍🏽",
     "e\u0301 is e with an accent, \u00e9 too",
     "zero\u200bwidth\u200djoiner",
-    "\ufeffa byte order mark",
     "right \u202e to left",
-    "math ∑∫√ ≤ ≥ ≠, arrows → ⇒, quotes “so” ‘it’",
     "1234567890 3.14159 1e-5 0xff 12:30",
     "it's we'll they're don't I'd I've I'm",
     "CamelCase snake_case kebab-case http://a.example/b?c=d&e=f",
-    "def f(x):\n    return x ** 2  # square",
     "<|im_start|>system\nno<|im_end|>",
     "<|endoftext|> <think> </think>",
     "[INST] no [/INST] </s> <s> [SYSTEM_PROMPT]",
     "an [IMG] in it [IMG_END]",
-    "<pad><unk>",
     "{{ messages }} {% for %}",
     "ﬁ ligature, Ⅳ roman, ½ half, ² squared",
-    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝕥𝕖𝕩𝕥",
     "a" * 300,
-    "!?" * 100,
     "\u0000 null and \u0007 bell",
-    "ẞ ß ſ İ ı",
     "Zalgo t̷̢̛e̸͇̍x̴̰͂t̵̯̐",
 ]
 LONG = ["cat " * count for count in (200, 300, 440, 460, 480, 495, 505, 512)] + ["狐狸 🦊 " * 150, "word\n" * 2000]
@@ -82,7 +66,7 @@ def recorder() -> Any:
 
 
 @pytest.mark.parametrize(("name", "folder"), [("klein-base-4b", "qwen3"), ("dev", "mistral")])
-def test_the_ids_of_fifty_prompts_are_those_of_diffusers(name: str, folder: str, tmp_path: Path) -> None:
+def test_the_ids_of_prompts_are_those_of_diffusers(name: str, folder: str, tmp_path: Path) -> None:
     if not (FOLDER / folder / "tokenizer.json").is_file():
         pytest.skip("LATENTMILL_TOKENIZERS names no folder with the published tokenizers")
     from diffusers import Flux2KleinPipeline, Flux2Pipeline
@@ -95,7 +79,6 @@ def test_the_ids_of_fifty_prompts_are_those_of_diffusers(name: str, folder: str,
         theirs.save_pretrained(chosen := tmp_path / "mistral")
         encode = Flux2Pipeline._get_mistral_3_small_prompt_embeds
     prompts, stands = PromptTokenizer(chosen, family(name)), recorder()
-    assert len(PROMPTS) == 50
     cut = 0
     for text in PROMPTS:
         made = prompts(text)

@@ -1,4 +1,4 @@
-"""Z-Image's autoencoder, FLUX.1's, against diffusers' AutoencoderKL; noise levels; what a file is recognised as."""
+"""Z-Image's autoencoder, FLUX.1's, against diffusers' AutoencoderKL; noise levels, also of FLUX 3; what a file is taken for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from stages.models.flux3.architecture import FLUX3
 from stages.models.weights import recognise
 from stages.models.z_image.architecture import Z_IMAGE
 from stages.models.z_image.autoencoder import AutoencoderConfig, load_autoencoder
@@ -73,13 +74,14 @@ def test_the_released_sizes_give_the_released_number_of_parameters() -> None:
     assert (len(shapes), sum(int(np.prod(s)) for s in shapes.values())) == (244, 83_819_683)
 
 
-@pytest.mark.parametrize("steps", [1, 8, 28, 50])
-def test_the_noise_levels_are_those_of_diffusers(steps: int) -> None:
+@pytest.mark.parametrize(("architecture", "shift"), [(Z_IMAGE, 3.0), (FLUX3, 6.93)], ids=["z-image", "flux3"])
+@pytest.mark.parametrize("steps", [1, 4, 28, 50])
+def test_the_noise_levels_are_those_of_diffusers(steps: int, architecture: Any, shift: float) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    made = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    made = FlowMatchEulerDiscreteScheduler(shift=shift)
     made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
-    np.testing.assert_allclose(Z_IMAGE.sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(architecture.sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
 
 
 def test_components_are_recognised_and_not_taken_for_those_of_flux2() -> None:

@@ -14,7 +14,6 @@ from pipeline.project.recipe import recorded
 from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
-from stages.tuner.adapters.combine import join
 from stages.tuner.adapters.targets import Variant, adapter_metadata, fresh_adapter, select_targets, target_weights
 from tests.stages.text_to_image.train.runs import BASE, TINY, Run
 
@@ -75,14 +74,3 @@ def test_with_packed_weights_on_disk_the_adapter_beneath_is_in_them(wide, tmp_pa
     config = replace(BASE, steps=2, base_bits=8, stream_blocks=True)
     over = Run(tmp_path / "over", wide, replace(config, beneath=(BeneathConfig(str(file)),))).go()
     assert over.rows == Run(tmp_path / "on", merged, config).go().rows
-
-
-def test_joined_with_what_lies_beneath_the_adapter_changes_weights_as_both_do(transformer, tmp_path):
-    files = [adapter(tmp_path / f"{seed}.safetensors", transformer, "lora", seed) for seed in (1, 2)]
-    parts = [(*TINY.architecture.read_adapter(file), strength) for file, strength in zip(files, (0.5, 1.0), strict=True)]
-    both = write_merged(transformer, TINY, files[1], tmp_path / "both", dtype="float32", beneath=parts[:1])
-    arrays, scales = join(parts)
-    checkpoint.write_arrays(tmp_path / "joined.safetensors", arrays, {"alpha": "4", "rank": "4"})
-    one = write_merged(transformer, TINY, tmp_path / "joined.safetensors", tmp_path / "one", dtype="float32")
-    found, expected = (mx.load(str(folder / "diffusion_pytorch_model.safetensors")) for folder in (both, one))
-    assert scales and max(np.abs(np.array(found[key] - expected[key])).max() for key in expected) <= 1e-5

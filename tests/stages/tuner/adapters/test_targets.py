@@ -82,6 +82,7 @@ def test_rslora_divides_alpha_by_the_root_of_the_rank():
             {"ranks": {"to_q": 17}},
             r"rank must be <= 16 for transformer_blocks\.0\.attn\.to_q \(16 x 16\), got 17: a larger one adds",
         ),
+        ({"whole": ("haed",)}, "full: 'haed' matches no Linear of the blocks"),
         ({"rslora": True}, "rslora needs an alpha, .*; alpha = 4 gives a scale of 1"),
     ],
 )
