@@ -36,7 +36,7 @@ precision = "float32"
 precision = "float32"
 steps = {steps}
 lr = 3e-3
-batch_size = 4
+batch_size = {batch_size}
 seed = {seed}
 checkpoint_every = {steps}
 """
@@ -44,10 +44,10 @@ checkpoint_every = {steps}
 pytestmark = pytest.mark.slow
 
 
-def plant(folder: Path, seed: int, steps: int, count: int) -> set[str]:
+def plant(folder: Path, seed: int, steps: int, batch_size: int, count: int) -> set[str]:
     """Write a project of `count` images with three bad ones, and return their names; the seed decides which become bad."""
     shutil.copytree(EXAMPLE, folder / "images")
-    (folder / "project.toml").write_text(CONFIG.format(steps=steps, seed=seed))
+    (folder / "project.toml").write_text(CONFIG.format(steps=steps, batch_size=batch_size, seed=seed))
     file = folder / "images" / "metadata.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows[count:]:
@@ -72,7 +72,7 @@ def test_hurting_finds_planted_bad_images(tmp_path: Path, cases: Callable[[int, 
     seeds = cases(1, 5)
     for seed in range(seeds):
         folder = tmp_path / str(seed)
-        planted = plant(folder, seed, *((300, 24) if seeds > 1 else (12, 14)))
+        planted = plant(folder, seed, *((300, 4, 24) if seeds > 1 else (12, 2, 10)))
         projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
         order = {name: f"select path from hurting order by {name} desc limit 3" for name in ("excess", "raw_loss")}
         first = {name: set(answer(Project(folder), sql)["path"].to_pylist()) for name, sql in order.items()}

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from pipeline.project.project import Project
 from pipeline.ranks import free_ports
 from tests import projects
 from tests.pipeline.test_ray_workers import STAGES, assert_same_table
@@ -26,8 +27,8 @@ HIDE = "mount -t tmpfs none {folder} && exec {ray} start --head --block --node-i
 
 
 @pytest.fixture
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished project of three images, with its weights, in a folder that the cluster does not see."""
+def finished(tmp_path_factory: pytest.TempPathFactory, cases: Callable[[int, int], int]) -> Path:
+    """A project of three images, finished as far as it is compared, with its weights, where the cluster does not see it."""
     from stages.text_to_image.families import family
 
     hidden, tiny = tmp_path_factory.mktemp("hidden"), family("tiny")
@@ -35,7 +36,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = projects.make(hidden / "project", hidden / "weights", images=3)
     (folder / "references").mkdir()
     projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
-    projects.build(folder)
+    upto = Project(folder).stage_names.index("latents") + 1
+    projects.build(folder, *Project(folder).stage_names[: cases(upto, None)])
     return folder
 
 
