@@ -43,7 +43,7 @@ def test_what_is_refused_exceeds_the_budget_when_forced_and_what_is_accepted_sta
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     for old, new in (
         ("resolutions = [64, 96]", "resolutions = [256]\nupscale = true"),
-        ("width = 64\nheight = 64", "width = 384\nheight = 384"),
+        ("width = 64\nheight = 64", "width = 256\nheight = 256"),
     ):
         projects.edit(folder, old, new)
     projects.build(folder, "images", "captions", "buckets")

@@ -27,6 +27,7 @@ def browser(chromium, driver):
     for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"):
         options.add_argument(f"--{word}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.add_experimental_option("perfLoggingPrefs", {"enablePage": False})
     return webdriver.Chrome(options=options, service=Service(driver))
 
 
@@ -58,13 +59,14 @@ axe.run(document, options).then((found) => done(found.violations.map(first)), (e
 """
 
 
-def violations(window, axe):
-    """Of a page as it is now, and of its colours in the dark and in the light. `axe`: a file, or "" for none."""
+def violations(window, axe, schemes=("light", "dark")):
+    """Of a page as it is now by all rules, and of its colours in further schemes. `axe`: a file, or "" for none."""
     if not axe:
         return []
-    window.execute_script(Path(axe).read_text())
+    if not window.execute_script("return window.axe !== undefined"):
+        window.execute_script(Path(axe).read_text())
     found = []
-    for scheme, rules in (("light", []), ("dark", ["color-contrast"])):
+    for scheme, rules in zip(schemes, ([], ["color-contrast"]), strict=False):
         paint(window, scheme)
         found += window.execute_async_script(AXE, rules)
     return found
@@ -77,7 +79,8 @@ def overflow(window):
 def look(window, address, name, width, folder, axe, load=True):
     """A narrow one is dark. `load`: else the window only gets another width."""
     resize(window, width, 1000)
-    paint(window, "dark" if width < 800 else "light")
+    scheme = "dark" if width < 800 else "light"
+    paint(window, scheme)
     if load:
         window.get(urljoin(f"{address}/", STUDIO.get(name, name.removeprefix("overview"))))
     wait(window, "document.body.dataset.shown || document.body.dataset.whole !== undefined")
@@ -99,7 +102,7 @@ def look(window, address, name, width, folder, axe, load=True):
         "requests": sorted(
             {m["params"]["request"]["url"].split("?")[0][:120] for m in sent if m["method"] == "Network.requestWillBeSent"}
         ),
-        "violations": violations(window, axe),
+        "violations": violations(window, axe, (scheme,)),
         "nameless": window.execute_script("return [...document.images].filter(i => !i.hasAttribute('alt')).length"),
         "errors": window.execute_script("return [...document.querySelectorAll('.error')].map(e => e.textContent)"),
     }
@@ -442,9 +445,8 @@ def visit(window, asked):
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
     pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
-    looks = [(width, name, True) for width in asked["widths"] for name in pages]
-    if asked["turn"]:  # each page is loaded once, and then seen with every width
-        looks = [(width, name, width == asked["widths"][0]) for name in pages for width in asked["widths"]]
+    # Each page is loaded once, and then seen with every width.
+    looks = [(width, name, width == asked["widths"][0]) for name in pages for width in asked["widths"]]
     seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
     if asked["edit"]:
         seen["edited"] = edit(window, address)

@@ -58,7 +58,7 @@ def drive() -> Iterator[Callable[..., dict]]:
 
         def order(address: str, folder: Path | str = "", **asked: object) -> dict:
             usual = {"address": address, "folder": str(folder), "widths": [1280, 390], "axe": AXE}
-            usual |= {"one": "", "edit": False, "signal": "", "search": "", "studio": False, "turn": False}
+            usual |= {"one": "", "edit": False, "signal": "", "search": "", "studio": False}
             process.stdin.write(json.dumps(usual | asked) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
@@ -126,7 +126,7 @@ def large(drive, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("large")
     fill(folder)
     with served(folder) as address:
-        more = {"widths": [390, 1280], "axe": "", "turn": True}
+        more = {"widths": [390, 1280], "axe": ""}
         return drive(address, shots("large"), one="00007.png", search="NUMBER 4999", **more) | {"address": address}
 
 
