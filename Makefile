@@ -208,6 +208,7 @@ bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 
 # The environment: each part is made once, and again when pyproject.toml changes
+# --no-compile: a quarter of these files is ever imported, and Python compiles those then.
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'
@@ -215,7 +216,7 @@ bench: .venv/ready
 	@echo "Installing Python packages into .venv, once: about 2 GB, some minutes"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
-	.venv/bin/python -m pip install --quiet --editable .
+	.venv/bin/python -m pip install --quiet --no-compile --editable .
 	@touch $@
 
 .venv/plots: .venv/ready
@@ -227,7 +228,6 @@ bench: .venv/ready
 	@touch $@
 
 # torch is installed first, in a command of its own: together with other packages a resolver may prefer its CUDA build.
-# --no-compile: tests import a quarter of these files, and Python compiles those then.
 .venv/test: .venv/ready
 	@echo "Installing PyTorch, diffusers and what else the tests compare with, once: some minutes"
 	.venv/bin/python -m pip install --quiet --no-compile torch==2.13.0
