@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from stages.tuner import validation
+from stages.tuner.config import ValidationConfig
 
 curves = st.lists(st.one_of(st.floats(0, 2), st.just(math.inf)), min_size=1, max_size=12)
 
@@ -56,3 +57,13 @@ def test_the_best_step_is_the_earliest_with_the_lowest_mean_and_never_the_start(
     assert validation.best_step(measured([0.1, 0.9, 0.5, 0.5])) == 20
     assert validation.best_step(measured([0.1])) is None
     assert validation.best_step(measured([0.1, math.inf])) is None
+
+
+def test_patience_and_the_steps_of_a_run_decide_its_last_step_and_no_later_one_is_the_best():
+    curve = {0: 1.0, 10: 0.5, 20: 0.6, 30: 0.55, 40: 0.4}
+    rows = [{"step": step, "split": "validation", "loss": loss} for step, loss in curve.items()]
+    for patience, cases in ((2, {1000: (30, 10), 20: (20, 10)}), (None, {40: (40, 40), 39: (39, 10), 9: (9, None)})):
+        for steps, decided in cases.items():
+            made = validation.Validation(ValidationConfig(every=10, patience=patience), 1, steps)
+            made.add(rows)
+            assert (made.last_step, made.best_step) == decided

@@ -49,7 +49,7 @@ def test_values_go_to_the_block_whose_whole_name_begins_their_key_in_the_order_o
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_output_and_gradients_equal_pefts(variant):
+def test_output_and_gradients_equal_pefts_and_the_merged_weight_gives_that_output(variant):
     target = targets_of({"q": (OUT, IN)}, variant)[0]
     weight, x, dy = normal(5, OUT, IN), normal(6, 3, IN), normal(7, 3, OUT)
     arrays = trained([target], {"q": weight})
@@ -64,6 +64,8 @@ def test_output_and_gradients_equal_pefts(variant):
     out = module(there)
     out.backward(torch.tensor(np.array(dy)))
     np.testing.assert_allclose(np.array(y), out.detach().numpy(), rtol=1e-5, atol=1e-5)
+    merged = merge(weight, lora.arrays_of_linear(arrays, "q"), target.scale)
+    np.testing.assert_allclose(np.array(x @ merged.T), np.array(y), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.array(dx), there.grad.numpy(), rtol=1e-5, atol=1e-5)
     parameters = dict(module.named_parameters())
     for name, grad in zip(names, grads, strict=True):
