@@ -19,6 +19,7 @@ from stages.text_to_image.images.stage import STAGE
 from stages.text_to_image.imaging import packed
 from tests.harness import run
 from tests.stages.text_to_image.images.folders import draw
+from tests.stages.text_to_image.imaging.pictures import saved
 
 
 def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(project, probed):
@@ -85,7 +86,11 @@ def test_a_file_deleted_or_replaced_by_a_pipe_between_scan_and_read_is_an_unread
 
 
 def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
+    import pillow_heif
+
     from stages.text_to_image.imaging import decode
+
+    pillow_heif.register_heif_opener()
 
     def without_decoder():
         raise decode.ImageError("unsupported", "no decoder")
@@ -93,23 +98,12 @@ def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, m
     Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
     with monkeypatch.context() as patch:
         patch.setattr(decode, "_register_heif", without_decoder)
-        (project.source / "b.heic").write_bytes(_heic())
+        (project.source / "b.heic").write_bytes(saved(Image.new("RGB", (80, 80), "lime"), "HEIF"))
         project.run()
         assert project.verdicts()["b.heic"] == "unsupported"
         assert project.run() == {}
     assert list(project.run()) == ["b.heic"]
     assert project.verdicts()["b.heic"] is None
-
-
-def _heic():
-    import io
-
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
-    file = io.BytesIO()
-    Image.new("RGB", (80, 80), "lime").save(file, "HEIF")
-    return file.getvalue()
 
 
 def test_linked_folders_are_followed_and_loops_end(project):
@@ -166,9 +160,7 @@ def compressed(found: pa.Table, file: io.BytesIO) -> None:
 
 
 def png() -> bytes:
-    file = io.BytesIO()
-    Image.linear_gradient("L").save(file, "PNG")
-    return file.getvalue()
+    return saved(Image.linear_gradient("L"))
 
 
 def animated(frames: int) -> bytes:
@@ -180,9 +172,7 @@ def animated(frames: int) -> bytes:
 
 def scans(count: int) -> bytes:
     """A progressive JPEG that repeats its last scan: small, and long to decode."""
-    file = io.BytesIO()
-    Image.radial_gradient("L").resize((3000, 3000)).save(file, "JPEG", progressive=True, quality=5)
-    whole = file.getvalue()
+    whole = saved(Image.radial_gradient("L").resize((3000, 3000)), "JPEG", progressive=True, quality=5)
     at = whole.rindex(b"\xff\xda")
     return whole[:at] + whole[at:-2] * count + b"\xff\xd9"
 

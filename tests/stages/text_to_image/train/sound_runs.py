@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,6 @@ Tables = dict[str, pa.Table]
 
 
 @contextmanager
-def other_layers() -> Iterator[Family]:
-    yield replace(MICRO, text_layers=(1, 3, 5))
-
-
-@contextmanager
-def other_padding() -> Iterator[Family]:
-    yield replace(MICRO, text_padding="start")
-
-
-@contextmanager
 def other_normalisation() -> Iterator[Family]:
     from stages.models.flux2.autoencoder import Autoencoder
 
@@ -82,15 +72,10 @@ def other_normalisation() -> Iterator[Family]:
         yield MICRO
 
 
-@contextmanager
-def nothing_wrong() -> Iterator[Family]:
-    yield MICRO
-
-
 PLANTS: dict[str, Callable[[], AbstractContextManager[Family]]] = {
-    "": nothing_wrong,
-    "layers": other_layers,
-    "padding": other_padding,
+    "": lambda: nullcontext(MICRO),
+    "layers": lambda: nullcontext(replace(MICRO, text_layers=(1, 3, 5))),
+    "padding": lambda: nullcontext(replace(MICRO, text_padding="start")),
     "normalisation": other_normalisation,
 }
 MISTAKES = {

@@ -12,7 +12,6 @@ import pytest
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.families import family
-from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
@@ -36,10 +35,6 @@ def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, A
     return made
 
 
-def peft_name(name: str) -> str:
-    return name.replace(".default", "")
-
-
 def reference_of(folder: Path, made: TrainingStep) -> Any:
     """The transformer of diffusers with the adapter in peft, of rank 3 and alpha 1.5."""
     import torch
@@ -52,19 +47,8 @@ def reference_of(folder: Path, made: TrainingStep) -> Any:
     with torch.no_grad():
         for name, value in reference.named_parameters():
             if "lora_" in name:
-                value.copy_(torch.tensor(np.array(made.adapter[peft_name(name)])))
+                value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
     return reference
-
-
-def assert_gradient_of(made: TrainingStep, batch: MicroBatch, reference: Any, losses_B: Any) -> None:
-    """`losses_B`: torch's, of the same batch."""
-    losses_B.mean().backward()
-    found = made.gradient([batch])
-    theirs = {peft_name(name): value.grad.numpy() for name, value in reference.named_parameters() if "lora_" in name}
-    np.testing.assert_allclose(np.array(found.losses), losses_B.detach().numpy(), rtol=1e-5)
-    assert theirs.keys() == found.grads.keys()
-    for name, torchs in theirs.items():
-        assert np.linalg.norm(np.array(found.grads[name]) - torchs) <= 1e-4 * np.linalg.norm(torchs), name
 
 
 def plain(words: np.ndarray) -> np.ndarray:
@@ -97,7 +81,14 @@ def test_losses_and_every_gradient_of_a_step_with_references_equal_torchs_with_p
         guidance=torch.ones(len(x0)) if guidance else None,
         return_dict=False,
     )[0][:, : ids.shape[1]]
-    assert_gradient_of(made, batch, reference, (prediction - pack(eps - x0)).pow(2).mean(dim=(1, 2)))
+    losses_B = (prediction - pack(eps - x0)).pow(2).mean(dim=(1, 2))
+    losses_B.mean().backward()
+    found = made.gradient([batch])
+    theirs = {name.replace(".default", ""): value.grad for name, value in reference.named_parameters() if "lora_" in name}
+    np.testing.assert_allclose(np.array(found.losses), losses_B.detach().numpy(), rtol=1e-5)
+    assert theirs.keys() == found.grads.keys()
+    for name, torchs in theirs.items():
+        assert np.linalg.norm(np.array(found.grads[name]) - torchs.numpy()) <= 1e-4 * np.linalg.norm(torchs), name
 
 
 def test_every_sample_is_read_with_the_references_of_its_own_image(wide: Path, tmp_path: Path) -> None:
