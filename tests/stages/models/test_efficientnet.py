@@ -7,14 +7,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
-from stages.models.efficientnet import (
-    FEATURES,
-    GROUPS,
-    MEAN,
-    SIDE,
-    SPREAD,
-    EfficientNet,
-)
+from stages.models.efficientnet import FEATURES, GROUPS, MEAN, SIDE, SPREAD, EfficientNet
 from stages.text_to_image.scores import IMAGE_WEIGHTS
 
 

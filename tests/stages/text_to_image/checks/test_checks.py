@@ -7,15 +7,7 @@ import pytest
 from PIL import Image
 
 from pipeline.project.project import Project
-from stages.text_to_image.checks import (
-    SIDE,
-    ChecksConfig,
-    imbalance,
-    measure_picture,
-    near_pairs,
-    repeated_phrase,
-    text_warnings,
-)
+from stages.text_to_image.checks import SIDE, ChecksConfig, imbalance, measure_picture, near_pairs, repeated_phrase, text_warnings
 from tests.projects import Silent, build, edit, make
 from tests.stages.text_to_image.checks import planted
 

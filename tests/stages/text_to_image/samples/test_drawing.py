@@ -18,16 +18,7 @@ from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from tests import harness
-from tests.stages.text_to_image.samples.previews import (
-    CONFIG,
-    PROMPTS,
-    SIZE,
-    STEPS,
-    TINY,
-    context,
-    pixels,
-    tables,
-)
+from tests.stages.text_to_image.samples.previews import CONFIG, PROMPTS, SIZE, STEPS, TINY, context, pixels, tables
 
 
 def drawn_by_diffusers(

@@ -21,16 +21,7 @@ from stages.text_to_image.samples.grid import draw_grid
 from stages.text_to_image.samples.stage import STAGE
 from stages.tuner import checkpoint
 from tests import harness
-from tests.stages.text_to_image.samples.previews import (
-    CONFIG,
-    PROMPTS,
-    SIZE,
-    STEPS,
-    TINY,
-    context,
-    pixels,
-    tables,
-)
+from tests.stages.text_to_image.samples.previews import CONFIG, PROMPTS, SIZE, STEPS, TINY, context, pixels, tables
 
 
 @pytest.fixture(scope="module")

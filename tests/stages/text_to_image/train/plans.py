@@ -10,10 +10,7 @@ from stages.models.folders import read_config
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator, largest_batch
 from stages.tuner.memory import MemoryPlan, choose_plan
-from tests.stages.text_to_image.train.runs import (
-    TINY,
-    Run,
-)
+from tests.stages.text_to_image.train.runs import TINY, Run
 
 PIXELS = TINY.architecture.pixels_per_token
 

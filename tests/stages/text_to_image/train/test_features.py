@@ -16,12 +16,7 @@ from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.config import EmaConfig, OptimizerConfig
 from stages.tuner.replay import replay_step
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    EVERYTHING,
-    Run,
-    rich_tables,
-)
+from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, Run, rich_tables
 
 ARTIFACTS = "artifacts"
 

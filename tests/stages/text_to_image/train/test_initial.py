@@ -13,10 +13,7 @@ import pytest
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    Run,
-)
+from tests.stages.text_to_image.train.runs import BASE, Run
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,7 @@ from stages.tuner import step as tuner_step
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.loop import Loader
 from tests.stages.text_to_image.train.plans import batch_of, chosen, estimator, needs
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    Run,
-    rich_tables,
-    tables,
-)
+from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables, tables
 
 
 def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_printed(transformer, tmp_path):

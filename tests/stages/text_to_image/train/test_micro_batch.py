@@ -14,11 +14,7 @@ from stages.tuner import step as tuner_step
 from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.plans import batch_of, chosen, needs
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    Run,
-    tables,
-)
+from tests.stages.text_to_image.train.runs import BASE, Run, tables
 
 
 def test_an_automatic_micro_batch_starts_between_one_sample_and_the_batch(transformer, tmp_path):

@@ -16,12 +16,7 @@ from stages.text_to_image.train.memory import BatchShape
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.memory import require_fit
 from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    Run,
-    tables,
-    weights,
-)
+from tests.stages.text_to_image.train.runs import BASE, Run, tables, weights
 
 
 def refused(run: Run) -> tuple[dict[str, Any], float]:

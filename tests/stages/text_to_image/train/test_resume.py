@@ -10,10 +10,7 @@ import pytest
 
 from stages.text_to_image.train.config import ValidationConfig
 from stages.tuner.config import EmaConfig
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    Run,
-)
+from tests.stages.text_to_image.train.runs import BASE, Run
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,7 @@ import pytest
 
 from stages.tuner.health import LossCheck
 from stages.tuner.task import ExpectedLoss
-from tests.stages.text_to_image.train.sound_runs import (
-    Case,
-    guidance_cases,
-    long_cases,
-    planted_cases,
-    problem,
-    run,
-    sound_cases,
-)
+from tests.stages.text_to_image.train.sound_runs import Case, guidance_cases, long_cases, planted_cases, problem, run, sound_cases
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,7 @@ from schemas.text_to_image import CAPTIONS, LATENTS
 from stages.text_to_image.train.config import DataConfig
 from stages.text_to_image.train.stage import STAGE
 from tests.harness import rows_of
-from tests.stages.text_to_image.train.runs import (
-    BASE,
-    SHAPES,
-    TEXT_ROWS,
-    Run,
-    tables,
-)
+from tests.stages.text_to_image.train.runs import BASE, SHAPES, TEXT_ROWS, Run, tables
 
 
 @pytest.fixture(scope="module")

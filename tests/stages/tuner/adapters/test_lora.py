@@ -14,13 +14,7 @@ import torch
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge, product
-from stages.tuner.adapters.targets import (
-    fresh_adapter,
-    select_targets,
-    start_from_adapter,
-    target_scales,
-    target_weights,
-)
+from stages.tuner.adapters.targets import fresh_adapter, select_targets, start_from_adapter, target_scales, target_weights
 from stages.tuner.blockwise import backprop
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.weights import pack, pack_if_possible, unpacked

@@ -15,16 +15,7 @@ from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers import METHODS, make_optimizer
 from stages.tuner.optimizers import step as step_module
 from stages.tuner.optimizers.adamw import AdamW
-from stages.tuner.optimizers.step import (
-    EMA_COUNT,
-    Averaged,
-    OptimizerStep,
-    Stacks,
-    averages,
-    clip_factor,
-    global_norm,
-    is_finite,
-)
+from stages.tuner.optimizers.step import EMA_COUNT, Averaged, OptimizerStep, Stacks, averages, clip_factor, global_norm, is_finite
 
 SHAPES = {f"blocks.{n}.{part}": shape for n in range(4) for part, shape in (("A", (4, 96)), ("B", (80, 4)), ("m", (6,)))}
 TRUE = mx.array(True)
