@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -226,7 +226,7 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
         if kind == "parquet":
             reader = _relation(catalog, sql).to_arrow_reader(CHUNK)
             with pq.ParquetWriter(temporary, reader.schema) as writer:
-                for batch in reader:
+                for batch in _batches(reader):
                     writer.write_batch(batch)
                     count += batch.num_rows
             return count
@@ -240,6 +240,17 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
                 count += len(rows)
             file.write("\n]\n" if kind == "json" else "\n")
     return count
+
+
+def _batches(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Those of DuckDB, whose errors after the first rows come through Arrow as an OSError."""
+    import duckdb
+
+    kinds = {"INTERRUPT": duckdb.InterruptException, "Out of Memory": duckdb.OutOfMemoryException}
+    try:
+        yield from reader
+    except OSError as error:
+        raise kinds.get(str(error).partition(" Error:")[0], duckdb.Error)(str(error)) from None
 
 
 def _relation(catalog: duckdb.DuckDBPyConnection, sql: str) -> Any:

@@ -211,10 +211,15 @@ EMPTY = [(kind, sql, "for instance: select") for kind in ("csv", "json", "parque
 LATE = "select (case when range > 20000 then 'x' else '1' end)::int from range(30000)"
 
 
-@pytest.mark.parametrize(("kind", "sql", "said"), [*EMPTY, ("csv", LATE, "Conversion Error"), ("json", LATE, "Conversion Error")])
+ENDLESS = "select a.range, b.range from range(1000000) a, range(1000000) b"
+LONG = [(kind, ENDLESS, "the query took longer than 0.3 s; --seconds allows more") for kind in ("csv", "parquet")]
+FAILING = [*EMPTY, *((kind, LATE, "Conversion Error") for kind in ("csv", "json", "parquet")), *LONG]
+
+
+@pytest.mark.parametrize(("kind", "sql", "said"), FAILING)
 def test_an_answer_that_fails_or_has_no_rows_is_one_line_and_no_file(project, tmp_path, kind: str, sql: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        write_answer(project, sql, tmp_path / "a", kind)
+        write_answer(project, sql, tmp_path / "a", kind, Limits(seconds=0.3 if sql == ENDLESS else 60))
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("*a*"))
 
 

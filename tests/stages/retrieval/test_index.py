@@ -111,7 +111,7 @@ def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexe
 def test_a_path_limits_the_answers_to_files_that_match(indexed):
     found = searcher(indexed).search("count things", "hybrid", paths=["*/deep/*"])
     assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}
-    with pytest.raises(ValueError, match="no file matches .*drop table units.*; paths are such as 'code/"):
+    with pytest.raises(ValueError, match=r"no file matches .*drop table units.*; paths are such as 'code/"):
         searcher(indexed).search("count things", "hybrid", paths=["'; drop table units"])
 
 
