@@ -84,17 +84,6 @@ def test_a_pause_ends_with_the_file_stop_too(tmp_path):
     assert (run.reasons, steps(run)) == (["stopped by the file `stop`"], [2])
 
 
-def test_training_in_segments_of_steps_ends_with_the_bits_of_an_unbroken_run(whole, tmp_path):
-    run = ToyRun(tmp_path, replace(UNMEASURED, stop_after_steps=2))
-    for segment in (2, 4, 6):
-        run.go()
-        assert max(step for step, _, _ in run.stored) == segment
-    assert run.reasons == ["stopped after 2 steps, as [train] stop_after_steps says"] * 3
-    run.go()
-    assert len(run.reasons) == 3
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
 def test_a_segment_of_minutes_ends_after_the_step_in_which_they_are_over(tmp_path: Path):
     config = replace(UNMEASURED, stop_after_minutes=5.0)
     run, seconds = ToyRun(tmp_path, config), [100.0]

@@ -16,7 +16,7 @@ from stages.tuner.loop import schedule_warnings
 from stages.tuner.memory import MemoryPlan, after_shortage
 from stages.tuner.optimizers.step import OptimizerStep
 from stages.tuner.ranks import Ranks
-from stages.tuner.replay import remake_checkpoints, replay_step
+from stages.tuner.replay import remake_checkpoints
 from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, Contrast, ToyEstimator, ToyRun, ToyTask, read_pairs
 
 
@@ -128,15 +128,6 @@ def test_an_average_of_the_adapter_is_published_beside_it_changes_it_not_and_res
     broken = ToyRun(tmp_path / "b", config).go(stop_at=3).go()
     averages = [(run.folder / checkpoint.EMA).read_bytes() for run in (straight, broken)]
     assert averages[0] == averages[1] != straight.adapter == whole.adapter
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_step_replayed_gives_its_logged_losses(step, whole):
-    task = ToyTask(CONFIG)
-    run = whole.context(task)
-    replayed = replay_step(run, task, step)
-    assert [one.loss for one in replayed] == [one.logged for one in replayed]
-    assert [one.sample for one in replayed] == [sample for batch in task.draw(step) for sample in batch]
 
 
 def test_a_run_prints_what_is_trained_and_what_looks_wrong(whole):

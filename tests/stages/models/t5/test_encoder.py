@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.models.t5 import model as module
-from stages.models.t5.model import HEAD, T5, T5Config, buckets
+from stages.models.t5.model import HEAD, T5, T5Config
 
 MOST, MEAN = 5e-5, 1e-5  # limits of the largest and the mean absolute difference
 TINY = {"vocab_size": 99, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_heads": 2}  # 2 * 16 differs from 48
@@ -73,17 +73,6 @@ def test_an_encoder_gives_the_hidden_states_of_transformers(form: str, rows: int
     apart = np.abs(hidden_states(ours(model, head), ids, real) - theirs)[real]
     assert apart.max() <= MOST
     assert apart.mean() <= MEAN
-
-
-def test_the_buckets_of_all_offsets_to_1024_are_those_of_transformers() -> None:
-    import torch
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    offsets = torch.arange(-1024, 1025)
-    wanted = T5Attention._relative_position_bucket(offsets, bidirectional=True, num_buckets=32, max_distance=128).numpy()
-    table = buckets(1025, 32, 128)
-    found = np.concatenate([table[1024, :1024], table[0]])  # keys before the last row, then keys after the first
-    assert (found == wanted).all()
 
 
 def test_the_vectors_of_a_text_do_not_depend_on_its_padding_or_its_neighbours() -> None:
