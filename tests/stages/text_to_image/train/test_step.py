@@ -46,7 +46,7 @@ def test_batches_of_unequal_size_count_by_their_samples(transformer, tmp_path):
     )
     several, one = made.gradient(batches), made.gradient([joint])
     np.testing.assert_allclose(np.array(several.losses), np.array(one.losses), rtol=1e-5)
-    assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_features.py
+    assert_same(several.grads, one.grads, SPLIT)
 
 
 def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
