@@ -29,7 +29,7 @@ def test_a_planted_mistake_is_named_before_the_first_step(tmp_path: Path, cases:
 @pytest.mark.proof("a wrong guidance in training is named before step 50, and a right one is not")
 def test_a_wrong_guidance_raises_the_loss_and_is_named(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
     seeds = cases(1, 3)
-    run_all(guidance_cases(seeds, 8 if seeds == 1 else 50), tmp_path)
+    run_all(guidance_cases(seeds, 6 if seeds == 1 else 50), tmp_path)
 
 
 # The short forms of the tests around it have sound runs too.
