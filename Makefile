@@ -21,6 +21,8 @@ CHOSEN := $(filter-out file,$(origin PROJECT))
 override PROJECT := $(value PROJECT)
 override QUERY := $(value QUERY)
 export PROJECT QUERY $(GIVEN)
+# What is installed without compiled code, see the end, is compiled once, and not by each command.
+unexport PYTHONDONTWRITEBYTECODE
 
 IN = -p "$$PROJECT" $(if $(SET),--set "$$SET") $(MORE)
 RUNNING = $(if $(RUN),--run "$$RUN")
@@ -208,7 +210,7 @@ bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 
 # The environment: each part is made once, and again when pyproject.toml changes
-# --no-compile: a quarter of these files is ever imported, and Python compiles those then.
+# --no-compile: a quarter of these files is ever imported. Python compiles those then, once.
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'

@@ -204,9 +204,11 @@ def launch_command(
         program = mlx_launch()
         name = send_secret(ssh_names(hosts, hostfile, trusted_network))
         os.execv(program, [program, *where, "--env", f"{SECRET_FILE}={name}", "--", *words])
-    count = ranks or project.config.sections[stage].data_parallel
+    config = project.config.sections[stage]
+    count = ranks or config.data_parallel
     if not count:
         raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")
+    config.check_ranks(count)
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         environments = rank_environments(count, Path(folder, "hosts.json"), visible_gpus(count))
         return run_ranks(words, environments, say_aside)

@@ -267,6 +267,16 @@ class TrainingConfig(Section):
         if self.rslora and self.variant == "lokr":
             raise ValueError('rslora has no effect with variant = "lokr"; leave one of them out')
 
+    def check_ranks(self, count: int) -> None:
+        """Raises ValueError if so many ranks cannot divide the batch."""
+        if self.data_parallel not in (None, count):
+            raise ValueError(
+                f"train.data_parallel must be unset or the number of ranks ({count}), got {self.data_parallel}; "
+                f"`latentmill launch --ranks {self.data_parallel}` starts so many"
+            )
+        if self.batch_size % count:
+            raise ValueError(f"train.batch_size must be a multiple of the number of ranks ({count}), got {self.batch_size}")
+
     @property
     def trained_whole(self) -> tuple[str, ...]:
         """Patterns of Linears that are trained in full instead of with an adapter. Subclasses override it."""

@@ -77,13 +77,7 @@ def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.
 
 def check_ranks(run: Run[Any], config: TrainingConfig, ranks: Ranks) -> None:
     """Raises ValueError, in every rank, if the ranks differ in recipe or cannot divide the batch."""
-    if config.data_parallel not in (None, ranks.size):
-        raise ValueError(
-            f"train.data_parallel must be unset or the number of ranks ({ranks.size}), got {config.data_parallel}; "
-            f"`latentmill launch --ranks {config.data_parallel}` starts so many"
-        )
-    if config.batch_size % ranks.size:
-        raise ValueError(f"train.batch_size must be a multiple of the number of ranks ({ranks.size}), got {config.batch_size}")
+    config.check_ranks(ranks.size)
     recipes = ranks.each(run.output.provenance.get("recipe", ""))
     other = next((rank for rank, recipe in enumerate(recipes) if recipe != recipes[0]), None)
     if other is not None:

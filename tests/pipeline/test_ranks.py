@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,9 @@ import pytest
 from pipeline.project.project import Project
 from pipeline.ranks import _wait, rank_environments, run_ranks, send_secret, ssh_names
 from stages.tuner import checkpoint
+from stages.tuner.config import TrainingConfig
 from stages.tuner.launched import SECRET, SECRET_FILE, launched_rank, secret
+from stages.tuner.loop import check_ranks
 from stages.tuner.ranks import Ranks, connect, decode, encode, merged
 from tests import projects
 from tests.pipeline.test_kill_training import FEATURES, prepared
@@ -187,8 +190,14 @@ def rank_process(launcher: int, rank: int) -> int:
         (("--hosts", "127.0.0.1,192.168.1.20"), "192.168.1.20: gradients travel between machines neither signed nor encrypted"),
     ],
 )
-def test_ranks_that_cannot_train_are_refused_in_one_line(words, message, ready, capfd):
-    assert message in projects.latentmill(ready, "launch", *words, code=2) + capfd.readouterr().err
+def test_ranks_that_cannot_train_are_refused_in_one_line(words, message, ready):
+    assert message in projects.latentmill(ready, "launch", *words, code=2)
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 3}, {"data_parallel": 4}])
+def test_ranks_that_mlx_launch_started_are_refused_too(settings):
+    with pytest.raises(ValueError, match=r"the number of ranks \(2\)"):
+        check_ranks(SimpleNamespace(), TrainingConfig(**settings), Ranks(0, 2))
 
 
 def test_a_process_that_was_started_alone_has_no_rank(monkeypatch, tmp_path):
