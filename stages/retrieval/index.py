@@ -377,7 +377,9 @@ class Searcher:
         ]
 
     def places(self, paths: Sequence[str]) -> np.ndarray:
-        """Of the units in the files that match one of these wildcard patterns; all for none. Raises ValueError if no file does."""
+        """Of the units in the files that match one of these wildcard patterns; all for none. Raises ValueError if no
+        file does.
+        """
         if not paths:
             return np.arange(len(self.ids))
         files = self.rows["path"].combine_chunks().dictionary_encode()
