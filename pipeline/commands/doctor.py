@@ -111,11 +111,11 @@ def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
         yield {"probe": title, **figures, "wall_s": round(time.perf_counter() - began, 2)}
 
 
-def product() -> dict[str, Any]:
-    """Speed of 2048 x 2048 matrix products, TFLOP/s by dtype; bfloat16 is left out on a CPU."""
+def product(size: int = 2048) -> dict[str, Any]:
+    """Speed of products of square matrices, TFLOP/s by dtype; bfloat16 is left out on a CPU."""
     import mlx.core as mx
 
-    rates, size = {}, 2048
+    rates = {}
     for dtype in (mx.float32, mx.bfloat16) if mx.default_device() != mx.cpu else (mx.float32,):
         a = mx.random.normal((size, size)).astype(dtype)
         mx.eval(a @ a)
@@ -126,18 +126,18 @@ def product() -> dict[str, Any]:
     return {"tflops": rates}
 
 
-def attention_gradient() -> dict[str, Any]:
+def attention_gradient(length: int = 1536) -> dict[str, Any]:
     """Whether the gradient of attention keeps the matrix of scores (a fused one does not); peak without the inputs."""
     import mlx.core as mx
 
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
-    q_BHLK = mx.random.normal((1, 8, 1536, 128)).astype(dtype)
+    q_BHLK = mx.random.normal((1, 8, length, 128)).astype(dtype)
     mx.eval(q_BHLK)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     gradient = mx.grad(lambda q: mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1).astype(mx.float32).sum())
     mx.eval(gradient(q_BHLK))
-    scores = 8 * 1536 * 1536 * dtype.size
+    scores = 8 * length**2 * dtype.size
     extra = mx.get_peak_memory() - held
     return {"extra_bytes": extra, "scores_bytes": scores, "keeps_scores": extra > scores}
 

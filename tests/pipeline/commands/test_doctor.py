@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,6 +87,8 @@ def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, m
     monkeypatch.setattr(doctor, "examine", lambda folder: replace(MAC, budget=int(20e9)))
     short = memory.probe
     monkeypatch.setattr(memory, "probe", lambda name, side, budget: short(name, side // 16, budget, 1))
+    for each in (doctor.product, doctor.attention_gradient):
+        monkeypatch.setattr(doctor, each.__name__, partial(each, 256))
     out = tmp_path / "mac.json"
     done = CliRunner().invoke(command, ["-p", str(tmp_path), "--measure", "--family", "tiny", "--out", str(out)])
     assert done.exit_code == 0, done.output
