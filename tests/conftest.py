@@ -25,6 +25,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # that of selenium's trio takes long to import
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes that tests start need not compile the code again
 os.environ["OMP_NUM_THREADS"] = "1"  # other numbers round differently, and threads wait for each other on a busy machine
 

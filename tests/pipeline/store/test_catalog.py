@@ -4,7 +4,6 @@ import errno
 import shutil
 from pathlib import Path
 
-import lancedb
 import pytest
 
 from pipeline.api import Project
@@ -24,6 +23,8 @@ def project(tmp_path: Path) -> Path:
 
 
 def listed(folder: Path) -> list[str]:
+    import lancedb  # takes a second
+
     return sorted(lancedb.connect(folder / "tables").list_tables().tables)
 
 
