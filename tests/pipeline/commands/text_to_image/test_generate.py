@@ -14,6 +14,9 @@ from PIL import Image
 from pipeline.api import Project
 from pipeline.commands.text_to_image import generate
 from pipeline.errors import Stopped
+from pipeline.store.table import TableFolder
+from schemas.text_to_image import GENERATED
+from stages.text_to_image.samples import drawing
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -177,15 +180,25 @@ class Interrupting(projects.Silent):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_generate_that_is_interrupted_draws_no_picture_twice_and_keeps_what_it_says(built):
+def test_a_generate_that_is_interrupted_or_killed_draws_no_picture_twice_and_keeps_what_it_says(built, monkeypatch):
     steps, before = Project(built).config.sections["samples"].steps, len(rows_of(built))
     console = Interrupting(after=steps + 1)
     with pytest.raises(Stopped, match=r"generate: stopped; 0 new pictures are kept, and the latents .* 3 are still to do"):
         list(generate.generate(Project(built), wish(width=32), console))
     assert console.steps[-1] == (steps + 1, 3 * steps)
-    console = Interrupting(after=-1)
-    paths = list(generate.generate(Project(built), wish(width=32), console))
-    assert console.steps[-1] == (2 * steps, 2 * steps), "the first picture is not drawn again"
+    save, again, last = drawing.save_png, Interrupting(after=-1), Interrupting(after=-1)
+
+    def dies(path: Path, image: Image.Image, metadata: dict[str, Any]) -> None:
+        if TableFolder(path.parents[3], GENERATED).committed().num_rows > before:
+            raise KeyboardInterrupt
+        save(path, image, metadata)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # at the second picture: the first is committed
+        patch.setattr(drawing, "save_png", dies)
+        list(generate.generate(Project(built), wish(width=32), again))
+    assert again.steps[-1] == (2 * steps, 2 * steps), "the first picture is not drawn again"
+    paths = list(generate.generate(Project(built), wish(width=32), last))
+    assert not last.steps, "all latents were there"
     assert len(paths) == 3 and all(path.is_file() for path in paths)
     assert len(rows_of(built)) == before + 3 and not list(paths[0].parents[1].glob("latents/*"))
 
