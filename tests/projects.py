@@ -144,11 +144,12 @@ def duplicate(built: Path, folder: Path) -> Path:
 
 
 def without(source: Path, folder: Path, name: str) -> Path:
-    """A copy of a finished project in which the table `name` was never built. The user's files are the same, inodes included."""
+    """A copy of a finished project in which the table `name` was never built. The user's pictures and texts are the same, inodes too."""
 
     def copy(each: str, to: str) -> None:
         first, *inside = Path(each).relative_to(source).parts
-        (os.link if inside and first != "tables" else shutil.copy2)(each, to)
+        # A link to source code would count as an edit of the finished project's: it has the same time of change.
+        (os.link if inside and first not in ("tables", "code") else shutil.copy2)(each, to)
 
     shutil.copytree(source, folder, copy_function=copy, symlinks=True)
     shutil.rmtree(folder / "tables" / name)
