@@ -329,6 +329,8 @@ class Searcher:
             scores = found[mode]
             best = places[scores[places] > 0] if mode == "lexical" else places
             scores = scores[best]
+            if mode == "lexical" and len(best):
+                scores = ranking.exact_symbol(scores, best, self.units, ranking.Asked(query, words))
         order = maxsim.top(scores, limit)
         answers = self.answers(best[order], scores[order], found)
         return [each for each in self.matched(query, answers) if each.match >= least]

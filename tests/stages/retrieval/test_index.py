@@ -68,6 +68,15 @@ def test_lexical_search_finds_the_words_and_nothing_else(indexed):
     assert searcher(indexed).search("zebra", "lexical") == []
 
 
+def test_lexical_search_of_a_name_finds_what_has_it_before_what_says_it_most(indexed, monkeypatch):
+    found = searcher(indexed)
+    [place] = np.flatnonzero(found.units.called("sort_colours"))
+    scores = np.linspace(2, 1, len(found.ids), dtype=np.float32)
+    monkeypatch.setattr(found.words, "scores", lambda query: scores)
+    assert found.search("sort_colours", "lexical")[0].place == place
+    assert found.search("sort colours", "lexical")[0].place == 0 != place
+
+
 def test_hybrid_search_with_weight_zero_begins_as_lexical_and_with_one_needs_no_words(indexed):
     query = "sort the colours"
     first = searcher(indexed).search(query, "lexical", limit=1)
