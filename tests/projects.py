@@ -144,7 +144,7 @@ def duplicate(built: Path, folder: Path) -> Path:
 
 
 def without(source: Path, folder: Path, name: str) -> Path:
-    """A copy of a finished project in which the table `name` was never built. The user's pictures and texts are the same, inodes too."""
+    """A copy of a finished project in which the table `name` was never built. The user's files are linked, but for code."""
 
     def copy(each: str, to: str) -> None:
         first, *inside = Path(each).relative_to(source).parts

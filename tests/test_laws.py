@@ -139,7 +139,8 @@ def rebuilt(finished, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Writer, "append", twice)
-            build(folder, name)
+            project = Project(folder, fetch=True)  # it stays open while memory is measured
+            runner.run(project, name, projects.Silent())
         return folder, seen, mx.get_active_memory() - before
 
     return build_again

@@ -70,7 +70,7 @@ def test_a_table_that_is_not_built_has_its_columns_and_no_rows(tmp_path: Path) -
     assert ask(early, "select stage, recipe, rows, bytes from tables where not built limit 1") == [("checks", None, 0, 0)]
 
 
-def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: FakeProject) -> None:
+def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: FakeProject, tmp_path: Path) -> None:
     found = {path: (table, reason) for path, table, reason in ask(project, "select path, stage, reason from unused")}
     assert found == {
         "broken.jpg": ("images", "truncated: ends after 99 bytes"),
@@ -80,6 +80,8 @@ def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason
         "late.png": ("latents", "cannot be decoded"),
     }
     assert set(found) | set(tables.TRAINED) == set(tables.IMAGES)
+    early = tables.make(tmp_path, ("images",))
+    assert {row[0] for row in ask(early, "select stage from unused")} == {"images"}, "captions are not built yet"
 
 
 def test_the_view_tables_has_rows_dead_rows_and_bytes(project: FakeProject) -> None:

@@ -114,6 +114,8 @@ def test_the_rows_of_a_shard_that_the_index_does_not_name_are_added(tmp_path: Pa
         assert sorted(numbers(writer.stored)) == [1, 2, 3]
         writer.finish(None, {})
     check_tensors(table)
+    (table.shards / ".tmp-1-00000009-x.arrow").mkdir()  # of a killed writer: no shard
+    assert list(table.examine()) == [] and table.usage()["shards"] == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": 1}'])

@@ -212,6 +212,11 @@ def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anythin
         Project(built).adapter().generate("a thing")
 
 
+def test_the_bits_of_the_text_encoder_decide_the_id_of_a_picture_and_16_keep_that_of_earlier_versions(built):
+    sixteen, eight = (generate._weights(Project(built, {"embeddings.bits": bits})) for bits in (16, 8))
+    assert "text_bits" not in sixteen and sixteen != eight
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     from pipeline.commands.query import answer
 

@@ -135,6 +135,9 @@ def test_clipping_equals_torchs_and_leaves_a_small_gradient_unchanged():
         shrink = clip_factor(global_norm(ours), 1.0)
         for parameter, value in zip(theirs, ours.values(), strict=True):
             np.testing.assert_allclose(np.array(shrink * value), parameter.grad.numpy(), rtol=1e-6)
+    assert global_norm({"a": mx.ones(1001, mx.bfloat16)}).item() == pytest.approx(1001**0.5, rel=1e-6), "summed in float32"
+    many = {str(n): mx.array(np.random.default_rng(n).normal(size=7).astype(np.float32)) for n in range(40)}
+    assert global_norm(many).item() == global_norm(dict(reversed(many.items()))).item(), "a file has them in another order"
 
 
 def test_a_largest_norm_of_zero_never_clips():
