@@ -118,3 +118,5 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_nothing_behind(base: 
         write_merged(tmp_path / "wide", small, tmp_path / "adapter.safetensors", tmp_path / "out", dtype="bfloat16")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(TEMPORARY + "*"))
+    with pytest.raises(ValueError, match="wide exists; move it away"):
+        write_merged(base, small, tmp_path / "adapter.safetensors", tmp_path / "wide", dtype="bfloat16")
