@@ -24,14 +24,15 @@ def lines(capsys) -> list[str]:
 
 
 @pytest.mark.parametrize("unit", ["image", "images"])
-def test_progress_without_a_terminal_is_a_line_every_few_seconds_with_rate_and_time_left(clock, capsys, unit):
+def test_progress_without_a_terminal_is_a_line_every_few_seconds_with_rate_time_left_and_facts(clock, capsys, unit):
     with Terminal("latents") as shown:
+        shown.note("loss 0.5")
         for done in range(0, 101, 2):
             shown.progress(done, 200, unit)
             clock[0] += 1
     said = lines(capsys)
     assert 2 <= len(said) <= 4
-    assert all(re.fullmatch(r"latents: \d+ of 200 images, 2\.0 images/s, .* left", line) for line in said)
+    assert all(re.fullmatch(r"latents: \d+ of 200 images, 2\.0 images/s, .* left; loss 0.5", line) for line in said)
 
 
 @pytest.mark.parametrize("shown", [Terminal, terminal.hashing_of])
