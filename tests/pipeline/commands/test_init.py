@@ -225,8 +225,8 @@ def test_a_kohya_folder_that_is_named_itself_gives_its_repeats_and_its_subject(t
     project = Project(tmp_path / "new")
     assert project.config.sections["captions"].trigger == "sks cat"
     assert [row["repeats"] for row in project.current("images").rows().to_pylist()] == [10]
-    new_project(tmp_path / "other", {"images": str(folder), "family": "tiny", "trigger": "zwx"})
-    assert Project(tmp_path / "other").config.sections["captions"].trigger == "zwx"
+    new_project(tmp_path / "other", {"images": str(folder), "family": "tiny", "trigger": 'z"x'})
+    assert Project(tmp_path / "other").config.sections["captions"].trigger == 'z"x'
 
 
 def test_a_folder_of_code_becomes_a_project_that_can_be_indexed(tmp_path):

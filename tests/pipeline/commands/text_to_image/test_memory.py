@@ -162,6 +162,8 @@ def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measu
     rows = pq.read_table(folder / "tables" / "memory" / "latents.parquet").to_pylist()
     assert [(row["step"], row["phase"]) for row in rows] == [*((n, "latents") for n in range(crops)), (crops, "end")]
     assert all(row["peak"] > 0 for row in rows[:-1])
+    peak = Project(folder).current("latents").manifest()["facts"]["run"]["peak_mlx"]
+    assert peak >= max(row["peak"] for row in rows), "what MLX counts begins anew with every batch"
     assert "no phase retains 16.4 kB or more" in said and f"in {crops} batches" in said
     other = projects.copied(folder, tmp_path / "project")
     projects.build(other, "images", "captions", "buckets", "latents")
