@@ -185,7 +185,7 @@ def test_a_chain_and_the_ranks_of_a_launch_keep_the_settings_and_the_chosen_run(
         *("run", "train", "--only", "--project", str(built.resolve())),
         *("--set", "train.steps=1", "--set", 'captions.template="{caption}, $x"'),
     ]
-    projects.latentmill(built, "train", "--only", "--name", "chosen", "--set", "train.steps=1")
+    projects.latentmill(built, "train", "--only", "--name", "chosen", "--set", "train.steps=1", "--set", "train.batch_size=2")
     project = Project(built)
     runs.choose(project, "chosen")
     recipe = project.current("train").folder.name
