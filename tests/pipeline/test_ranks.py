@@ -190,7 +190,8 @@ def rank_process(launcher: int, rank: int) -> int:
         (("--hosts", "127.0.0.1,192.168.1.20"), "192.168.1.20: gradients travel between machines neither signed nor encrypted"),
     ],
 )
-def test_ranks_that_cannot_train_are_refused_in_one_line(words, message, ready):
+def test_ranks_that_cannot_train_are_refused_in_one_line_before_one_starts(words, message, ready, monkeypatch):
+    monkeypatch.setattr("pipeline.ranks.run_ranks", lambda *_: pytest.fail("a rank has started"))
     assert message in projects.latentmill(ready, "launch", *words, code=2)
 
 

@@ -66,9 +66,9 @@ def violations(window, axe, schemes=("light", "dark")):
     if not window.execute_script("return window.axe !== undefined"):
         window.execute_script(Path(axe).read_text())
     found = []
-    for scheme, rules in zip(schemes, ([], ["color-contrast"]), strict=False):
+    for number, scheme in enumerate(schemes):
         paint(window, scheme)
-        found += window.execute_async_script(AXE, rules)
+        found += window.execute_async_script(AXE, ["color-contrast"] if number else [])
     return found
 
 
