@@ -5,9 +5,7 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
-from torch.nn import functional
 
 from data import ASSETS, EXAMPLE
 from data.research.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
@@ -50,6 +48,9 @@ def test_every_caption_and_every_prompt_of_the_example_has_a_sentence_embedding_
 
 
 def test_folding_a_batch_norm_keeps_the_output_of_the_convolution():
+    import torch
+    from torch.nn import functional
+
     arrays = released(0)
     folded = convert.fold(arrays)
     x = torch.randn(2, 40, 8, 8, generator=torch.manual_seed(0))

@@ -9,12 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
 from data import ASSETS
-from data.research.retriever import export
 from data.research.retriever.extract import functions
 from pipeline.project.weights import resolve
 from stages.models.t5.model import rms_norm
@@ -57,7 +53,12 @@ def padded(many: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return rows, real
 
 
-def reference() -> tuple[Any, torch.Tensor]:
+def reference() -> tuple[Any, Any]:
+    from safetensors.torch import load_file
+    from transformers import T5Config, T5EncoderModel
+
+    from data.research.retriever import export
+
     config = T5Config.from_pretrained(FOLDER, local_files_only=True)
     model = T5EncoderModel(config).eval()
     found = model.load_state_dict(export.widen(load_file(FOLDER / "model.safetensors")), strict=False)
@@ -66,6 +67,9 @@ def reference() -> tuple[Any, torch.Tensor]:
 
 
 def test_hidden_states_and_vectors_of_the_bundled_weights_are_those_of_transformers(encoder, documents):
+    import torch
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(FOLDER), local_files_only=True)
     texts = [*ASKED.values(), *(text for _, text in documents[:12])]
     many = [tokenizer(text)["input_ids"][:256] for text in texts]
@@ -86,6 +90,8 @@ def test_hidden_states_and_vectors_of_the_bundled_weights_are_those_of_transform
 
 
 def test_the_tokenizer_of_a_query_is_that_of_transformers(encoder):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(FOLDER), local_files_only=True)
     for query in ASKED.values():
         assert encoder.query_ids(query).tolist() == tokenizer(query)["input_ids"]

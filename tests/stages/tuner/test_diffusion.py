@@ -8,7 +8,6 @@ from typing import get_args
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from data.research.pages.recipe import RIVALS
@@ -138,6 +137,8 @@ def pair(dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
 
 
 def test_mse_equals_torchs_for_each_sample():
+    import torch
+
     v, target = pair()
     reference = torch.nn.functional.mse_loss(torch.tensor(np.array(v)), torch.tensor(np.array(target)), reduction="none")
     np.testing.assert_allclose(np.array(diffusion.mse(v, target)), reference.mean(dim=(1, 2)).numpy(), rtol=1e-6)

@@ -12,8 +12,6 @@ from typing import Any
 import anyio
 import psutil
 import pytest
-from mcp import ClientSession, StdioServerParameters
-from mcp.client.stdio import stdio_client
 
 CODE = {
     "mail.py": "def send_mail(address, text):\n    server = connect(address)\n    server.deliver(text)\n",
@@ -49,6 +47,9 @@ def folder(tmp_path: Path) -> Path:
 
 def talk(folder: Path, work: Callable[[Callable[..., Awaitable[Any]]], Awaitable[None]]) -> None:
     """`work` gets a function that calls a tool by its name: what it answers, or "error: " and a line."""
+    from mcp import ClientSession, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+
     words = ["-m", "pipeline", "mcp", str(folder)]
     env = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache")}
     parameters = StdioServerParameters(command=sys.executable, args=words, env=env, cwd=folder)

@@ -7,8 +7,6 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
-from diffusers import AutoencoderKLFlux2
 from safetensors.numpy import save_file
 
 from stages.models import autoencoder
@@ -29,6 +27,9 @@ VARIANTS = {
 
 def reference(**sizes):
     """diffusers' autoencoder with random weights and statistics."""
+    import torch
+    from diffusers import AutoencoderKLFlux2
+
     torch.manual_seed(0)
     made = AutoencoderKLFlux2(**sizes).eval()
     with torch.no_grad():
@@ -36,7 +37,7 @@ def reference(**sizes):
             parameter += 0.02 * torch.randn_like(parameter)
         made.bn.running_mean.normal_()
         made.bn.running_var.uniform_(0.5, 2.0)
-    return made
+    return made.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +54,19 @@ def images(*shape):
     return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
 
 
-@torch.no_grad()
 def encoded(made, images_BHWC):
     """The pipeline's way from an image to a latent: posterior mean, 2x2 patches into channels, batch-norm statistics."""
+    import torch
+
     mean = made.encode(torch.tensor(images_BHWC).permute(0, 3, 1, 2)).latent_dist.mode()
     folded = torch.nn.functional.pixel_unshuffle(mean, 2)
     spread = torch.sqrt(made.bn.running_var + made.config.batch_norm_eps)
     return ((folded - made.bn.running_mean[:, None, None]) / spread[:, None, None]).numpy()
 
 
-@torch.no_grad()
 def decoded(made, latents_BChw):
+    import torch
+
     spread = torch.sqrt(made.bn.running_var + made.config.batch_norm_eps)
     folded = torch.tensor(latents_BChw) * spread[:, None, None] + made.bn.running_mean[:, None, None]
     return made.decode(torch.nn.functional.pixel_shuffle(folded, 2)).sample.permute(0, 2, 3, 1).numpy()
@@ -115,6 +118,9 @@ def test_attention_in_passes_gives_the_same_latents(released, tmp_path, monkeypa
 
 
 def test_the_shapes_are_those_of_the_released_file():
+    import torch
+    from diffusers import AutoencoderKLFlux2
+
     shapes = AutoencoderConfig.from_dict(AUTOENCODER).shapes()
     assert len(shapes) == 250  # and one counter, which is not read
     with torch.device("meta"):

@@ -9,7 +9,6 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters import lora
@@ -44,6 +43,8 @@ def test_values_go_to_the_block_whose_whole_name_begins_their_key_in_the_order_o
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_output_and_gradients_equal_pefts_and_the_merged_weight_gives_that_output(variant):
+    import torch
+
     target = targets_of({"q": (OUT, IN)}, variant)[0]
     weight, x, dy = normal(5, OUT, IN), normal(6, 3, IN), normal(7, 3, OUT)
     arrays = trained([target], {"q": weight})

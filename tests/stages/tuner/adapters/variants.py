@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import torch
-from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2.transformer import Flux2, image_ids, text_ids
@@ -58,8 +57,11 @@ def trained(targets: list[Target], bases: dict) -> dict[str, mx.array]:
     return made
 
 
-def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target: Target) -> torch.nn.Module:
+def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target: Target) -> Any:
     """A torch Linear with PEFT's own adapter of the same numbers."""
+    import torch
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(IN, OUT, bias=False)})
     if variant.endswith("lokr"):
         alpha = 6 if variant == "lokr" else target.rank  # a whole w2 has no rank to divide by
