@@ -72,7 +72,7 @@ def test_hurting_finds_planted_bad_images(tmp_path: Path, cases: Callable[[int, 
     seeds = cases(1, 5)
     for seed in range(seeds):
         folder = tmp_path / str(seed)
-        planted = plant(folder, seed, *((300, 4, 24) if seeds > 1 else (12, 2, 10)))
+        planted = plant(folder, seed, *((300, 4, 24) if seeds > 1 else (8, 2, 8)))
         projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
         order = {name: f"select path from hurting order by {name} desc limit 3" for name in ("excess", "raw_loss")}
         first = {name: set(answer(Project(folder), sql)["path"].to_pylist()) for name, sql in order.items()}

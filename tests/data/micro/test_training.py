@@ -89,8 +89,8 @@ def trained(sizes, tmp_path_factory):
     lines = [{"name": n, "phrase": f"a {n}", "split": "held-out" if n == "egg" else "base"} for n in NAMES]
     (folder / "concepts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     call = ["--sprites", folder / "sprites.zip", "--concepts", folder / "concepts.jsonl", "--work", folder / "work"]
-    call += ["--batch", 2, "--batch-autoencoder", 4, "--pictures", 30, "--pictures-autoencoder", 8, "--device", "cpu"]
-    first = [*call, "--minutes-autoencoder", 0.01, "--minutes-base", 0.02]
+    call += ["--batch", 2, "--batch-autoencoder", 4, "--pictures", 10, "--pictures-autoencoder", 8, "--device", "cpu"]
+    first = [*call, "--minutes-autoencoder", 0.004, "--minutes-base", 0.02]
     train.main(list(map(str, first)), sizes)
     train.main(list(map(str, [*call, "--minutes-base", 0.04, "--resume"])), sizes)
     journal = [json.loads(line) for line in (folder / "work" / "out" / "log.jsonl").read_text().splitlines()]
@@ -119,7 +119,7 @@ def test_a_second_call_continues_where_the_first_ended(trained):
 def test_a_training_can_start_from_an_exported_folder_and_keeps_its_autoencoder_and_tokenizer(trained, sizes, tmp_path):
     work = trained[0]
     call = ["--sprites", work.parent / "sprites.zip", "--concepts", work.parent / "concepts.jsonl", "--work", tmp_path]
-    call += ["--batch", 2, "--pictures", 30, "--minutes-base", 0.005, "--device", "cpu", "--start", work / "micro"]
+    call += ["--batch", 2, "--pictures", 10, "--minutes-base", 0.005, "--device", "cpu", "--start", work / "micro"]
     train.main(list(map(str, call)), sizes)
     for name in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"):
         assert (tmp_path / "micro" / name).read_bytes() == (work / "micro" / name).read_bytes()

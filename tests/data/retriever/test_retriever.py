@@ -23,17 +23,18 @@ def test_the_folder_has_at_most_seven_and_a_half_megabytes():
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
 
 
-def test_every_package_of_the_training_is_listed_with_a_permissive_licence():
-    assert len(rows()) >= 75
+def test_every_package_of_the_training_is_pinned_and_permissive_and_the_library_kept_aside_is_not_among_them():
+    pinned = {key(line[0].partition("==")[0]): line[0].partition("==")[2] for line in packages.listed()}
+    assert all(pinned.values()) and corpus.ASIDE in pinned
+    trained = {}
     for package, licence, *_ in rows():
         assert packages.Package(package, "", licence).permissive, (package, licence)
-
-
-def test_every_package_of_the_training_is_pinned_and_the_library_kept_aside_is_not_among_them():
-    pinned = {key(line[0].partition("==")[0]): line[0].partition("==")[2] for line in packages.listed()}
-    trained = {}
-    for package, *_ in rows():
         name, version = package.split()
         trained[key(name.strip("`"))] = version
-    assert trained.items() <= pinned.items()
+    assert len(trained) >= 75 and trained.items() <= pinned.items()
     assert corpus.ASIDE not in trained
+
+
+def test_a_licence_is_permissive_only_if_nothing_else_is_named():
+    licences = ("MIT", "BSD License", "Apache-2.0 AND MIT", "", "GPL-3.0", "MIT OR GPL-2.0", "LGPLv3+")
+    assert [packages.Package("p", "1", each).permissive for each in licences] == [True] * 3 + [False] * 4
