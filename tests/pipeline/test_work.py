@@ -1,5 +1,8 @@
-"""Work divided into units that other processes compute gives the table of an ordinary run, bit for bit."""
+"""Work divided into units gives the table of an ordinary run, bit for bit, whether the files of a unit are seen or shipped."""
 
+from __future__ import annotations
+
+import dataclasses
 import pickle
 import shutil
 import subprocess
@@ -11,20 +14,27 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+import stages
 from pipeline import runner
+from pipeline.on_ray import Mirror, Packer, lasting_files
 from pipeline.project.project import Project
 from pipeline.store.table import Writer
-from pipeline.work import divide
-from stages.pipelines import Pipeline
+from pipeline.work import Item, divide, perform
+from stages.pipelines import Folder, Pipeline
 from stages.run import Run
-from stages.stage import Artifact
+from stages.stage import WorkUnit
 from stages.text_to_image import PIPELINE
+from stages.text_to_image.captions.stage import CaptionsConfig
+from stages.text_to_image.images.folder import FolderConfig
+from stages.text_to_image.images.stage import ImagesConfig
+from stages.text_to_image.samples.config import SamplesConfig
 from tests import projects, toy
 from tests.projects import without
 from tests.toy.project import make as make_toy
 
 ROWS = 2  # in a unit
 SMALL = 30_000  # bytes of a pickled unit
+CLOCKS = ("inode", "mtime_ns", "seconds")
 PERFORM = """
 import pickle, sys
 import stages
@@ -40,6 +50,9 @@ DIVISIBLE = [
     for name in pipeline.stages
     if pipeline.stage(name).divisible
 ]
+EVERY_PIPELINE = pytest.mark.parametrize(
+    "pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +68,7 @@ def finished(tmp_path_factory, tiny_weights) -> Callable[[Pipeline], Path]:
             else:
                 projects.make(folder, tiny_weights, images=3)
                 projects.edit(folder, "[buckets]", projects.PROMPTS + "[buckets]")
+                projects.edit(folder, "steps = 6\nrank = 2\ncheckpoint_every = 2", "steps = 2\nrank = 2\ncheckpoint_every = 1")
                 shutil.copy(folder / "images" / "picture1.png", folder / "images" / "copy of picture1.png")
                 (folder / "references").mkdir()
                 projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
@@ -66,31 +80,36 @@ def finished(tmp_path_factory, tiny_weights) -> Callable[[Pipeline], Path]:
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that performs units."""
+def elsewhere() -> Iterator[Callable[[list[WorkUnit]], list[list[Item]]]]:
+    """A function that performs units in another process, to which they go in few bytes."""
     words = [sys.executable, "-c", PERFORM]
     process = subprocess.Popen(words, cwd=projects.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    yield process
+
+    def performed(units: list[WorkUnit]) -> list[list[Item]]:
+        pickled = [pickle.dumps(unit) for unit in units]
+        assert max(map(len, pickled)) < SMALL and process.stdin and process.stdout
+        pickle.dump(pickled, process.stdin)
+        process.stdin.flush()
+        results: list[list[Item]] = pickle.load(process.stdout)
+        return results
+
+    yield performed
     process.kill()
     process.communicate()
 
 
-def in_another_process(
-    process: subprocess.Popen[bytes], project: Project, name: str, sizes: list[int]
-) -> Callable[[Run[Any]], Iterator]:
-    """A `compute` for the runner: units of ROWS rows, pickled (their bytes go into `sizes`) and performed in another process."""
+class Store:
+    """Where packed bytes lie: `put` returns a number, `get` the bytes."""
 
-    def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
-        units = divide(project.pipeline.stages[name], project.stage(name), run, project.inputs(name), ROWS)
-        pickled = [pickle.dumps(unit) for unit in units]
-        sizes.extend(map(len, pickled))
-        assert process.stdin and process.stdout
-        pickle.dump(pickled, process.stdin)
-        process.stdin.flush()
-        for results in pickle.load(process.stdout):
-            yield from results
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
 
-    return compute
+    def put(self, content: bytes) -> int:
+        self.held.append(content)
+        return len(self.held) - 1
+
+    def get(self, reference: int) -> bytes:
+        return self.held[reference]
 
 
 def artifacts(folder: Path, name: str) -> dict[str, bytes]:
@@ -98,25 +117,61 @@ def artifacts(folder: Path, name: str) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def plain(results: list[list[Item]]) -> list:
+    """Without what clocks decide: some columns, and the stored latents of `samples`, which say their time."""
+    items = [item for each in results for item in each]
+    batches = [item for item in items if isinstance(item, pa.RecordBatch)]
+    files = [item for item in items if not isinstance(item, pa.RecordBatch)]
+    rows = [batch.drop_columns([each for each in CLOCKS if each in batch.schema.names]) for batch in batches]
+    return [*rows, *(file.name if file.name.startswith("latents/") else file for file in files)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), DIVISIBLE)
-def test_units_computed_in_another_process_give_the_table_of_an_ordinary_run(pipeline, name, finished, elsewhere, tmp_path):
-    ordinary, divided = finished(pipeline), without(finished(pipeline), tmp_path / "project", name)
-    project, sizes = Project(divided, fetch=True), list[int]()
-    outcome = runner.run(project, name, projects.Silent(), compute=in_another_process(elsewhere, project, name, sizes))
+def test_units_computed_in_another_process_or_from_shipped_files_alone_give_the_table_of_an_ordinary_run(
+    pipeline, name, finished, elsewhere, tmp_path
+):
+    ordinary, folder, weights = finished(pipeline), without(finished(pipeline), tmp_path / "project", name), tmp_path / "weights"
+    if pipeline.families:
+        shutil.copytree(Project(folder).config.project.weights, weights)
+        projects.edit(folder, str(Project(folder).config.project.weights), "../weights")
+    project, store = Project(folder), Store()
+    stage, inputs, packer = project.stage(name), project.inputs(name), Packer(store.put)
+    units, results, lasting, own = list[WorkUnit](), list[list[Item]](), list[Any](), list[list[Any]]()
+
+    def compute(run: Run[Any]) -> Iterator[Item]:
+        units.extend(divide(project.pipeline.stages[name], stage, run, inputs, ROWS))
+        lasting.extend(lasting_files(stage, project.pipeline.resources, [each.folder for each in inputs.values()], run))
+        lasting[:] = Packer(store.put).pack(lasting)
+        for unit in units:
+            of_unit = dataclasses.replace(run, output=dataclasses.replace(run.output, pending=unit.pending))
+            own.append(packer.pack(stage.opens(of_unit)) if stage.opens else [])
+        results.extend(elsewhere(units))
+        for result in results:
+            yield from result
+
+    outcome = runner.run(project, name, projects.Silent(), compute=compute)
     assert outcome.written >= outcome.rows > 0 and not outcome.left
-    assert len(sizes) == -(-outcome.rows // ROWS) > 1 and max(sizes) < SMALL
+    assert len(units) == -(-outcome.rows // ROWS) > 1
     clocks = [column for column in ("inode", "mtime_ns") if name == "images"]
-    expected, found = (projects.content(folder, name).drop_columns(clocks) for folder in (ordinary, divided))
+    expected, found = (projects.content(each, name).drop_columns(clocks) for each in (ordinary, folder))
     assert found == expected
-    assert artifacts(divided, name) == artifacts(ordinary, name)
-    assert projects.build(divided, name)[name].up_to_date
+    assert artifacts(folder, name) == artifacts(ordinary, name)
+    assert projects.build(folder, name)[name].up_to_date
+    for hidden in (folder, weights):
+        shutil.rmtree(hidden, ignore_errors=True)
+    mirror, shipped = Mirror(tmp_path / "worker"), []
+    for unit, files in zip(units, own, strict=True):
+        mirror.unpack([*lasting, *files], store.get)
+        shipped.append(list(perform(mirror.unit(unit))))
+    assert plain(shipped) == plain(results) and plain(results)
+    mirror.remove()
+    assert not mirror.folder.exists()
 
 
 def test_what_is_stored_already_is_in_no_unit(finished, elsewhere, tmp_path):
     folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
-    project, sizes = Project(folder), list[int]()
-    ordinary = projects.content(finished(toy.PIPELINE), "tokens")
+    project, units = Project(folder), list[WorkUnit]()
     stage, table = project.stage("tokens"), project.current("tokens")
     run = project.open(stage.name)
     wanted = stage.wants(run)
@@ -124,9 +179,68 @@ def test_what_is_stored_already_is_in_no_unit(finished, elsewhere, tmp_path):
     with Writer(table, project.recipe("tokens")) as writer:
         runner.commit(stage.run(run), stage, writer)
         assert writer.rows_written == 3
-    runner.run(project, "tokens", projects.Silent(), compute=in_another_process(elsewhere, project, "tokens", sizes))
-    assert len(sizes) == -(-(wanted.num_rows - 3) // ROWS)
-    assert projects.content(folder, "tokens") == ordinary
+
+    def compute(run: Run[Any]) -> Iterator[Item]:
+        units.extend(divide(project.pipeline.stages["tokens"], stage, run, project.inputs("tokens"), ROWS))
+        for result in elsewhere(units):
+            yield from result
+
+    runner.run(project, "tokens", projects.Silent(), compute=compute)
+    assert len(units) == -(-(wanted.num_rows - 3) // ROWS)
+    assert projects.content(folder, "tokens") == projects.content(finished(toy.PIPELINE), "tokens")
+
+
+def test_a_file_of_two_units_is_read_once_and_removed_when_no_unit_needs_it(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(name * 5)
+    store, mirror = Store(), Mirror(tmp_path / "worker")
+    packer = Packer(store.put)
+    for names, packed in (("ab", 2), ("bc", 3), ("a", 4)):
+        files = packer.pack([*(tmp_path / name for name in names), tmp_path / "missing"])
+        assert len(store.held) == packed
+        mirror.unpack(files, store.get)
+        present = [path for path in mirror.folder.rglob("*") if path.is_file()]
+        assert sorted(path.read_text() for path in present) == [name * 5 for name in names]
+    (tmp_path / "a").write_text("changed")
+    mirror.unpack(packer.pack([tmp_path / "a"]), store.get)
+    assert mirror.place(tmp_path / "a").read_text() == "changed"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder cannot be read for the workers: Is a directory"):
+        Packer(Store().put).pack([tmp_path / "folder"])
+
+
+def test_only_settings_that_are_declared_as_paths_become_paths_of_the_worker(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    folders = (FolderConfig(path="/data/cats", trigger="/imagine"), FolderConfig(path="dogs"))
+    moved = mirror.settings(ImagesConfig(folder=folders))
+    assert moved.folder == (FolderConfig(path=f"{tmp_path}/data/cats", trigger="/imagine"), folders[1])
+    samples = mirror.settings(SamplesConfig(references=("/data/a.png", "b.png")))
+    assert samples.references == (f"{tmp_path}/data/a.png", "b.png")
+    captions = CaptionsConfig(template="/imagine {caption}")
+    assert mirror.settings(captions) == captions
+
+
+@EVERY_PIPELINE
+def test_every_setting_that_a_stage_joins_with_a_folder_is_declared_as_a_path(pipeline: Pipeline) -> None:
+    # Those whose description says so, though they are no paths.
+    texts = {"images.references", "captions.extension", "descriptions.extension", "sources.exclude", "captions.caption_column"}
+    for name in pipeline.stages:
+        for field in dataclasses.fields(pipeline.stage(name).config):
+            about, key = field.metadata.get("doc", ""), f"{name}.{field.name}"
+            if "str" in str(field.type) and key not in texts and any(word in about for word in ("folder", "file", "relative")):
+                assert field.metadata["path"], key
+
+
+@EVERY_PIPELINE
+def test_a_divisible_stage_with_files_of_the_user_says_which_it_opens_or_that_they_cannot_be_sent(pipeline: Pipeline) -> None:
+    for name in pipeline.stages:
+        stage = pipeline.stage(name)
+        paths = [field.name for field in dataclasses.fields(stage.config) if field.metadata.get("path")]
+        if stage.divisible and (paths or any(isinstance(pipeline.resources[need], Folder) for need in stage.needs)):
+            assert stage.opens or not stage.ships, name
 
 
 # Without Ray
@@ -145,18 +259,13 @@ print([name for name in sys.modules if name in several or name.startswith("ray."
 """
 
 
-def lines_without_ray(folder: Path, workers: str) -> list[str]:
-    words = [sys.executable, "-c", WITHOUT_RAY, str(folder), workers]
-    return subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-
-
-def test_without_the_extra_nothing_of_it_is_imported(tmp_path: Path) -> None:
-    assert lines_without_ray(make_toy(tmp_path / "project"), "local") == ["[]"]
-
-
-def test_workers_on_ray_without_ray_are_refused_in_one_line(tmp_path: Path) -> None:
-    line = 'project.workers = "ray" needs Ray; pip install "latentmill[ray]"'
-    assert lines_without_ray(make_toy(tmp_path / "project"), "ray") == [line, "[]"]
+@pytest.mark.parametrize(
+    ("workers", "said"), [("local", []), ("ray", ['project.workers = "ray" needs Ray; pip install "latentmill[ray]"'])]
+)
+def test_without_ray_nothing_of_it_is_imported_and_workers_on_it_are_refused_in_one_line(workers, said, tmp_path):
+    words = [sys.executable, "-c", WITHOUT_RAY, str(make_toy(tmp_path / "project")), workers]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [*said, "[]"]
 
 
 def test_a_stage_whose_files_cannot_be_sent_is_computed_by_the_starting_process(tmp_path: Path) -> None:
