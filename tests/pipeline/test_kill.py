@@ -1,61 +1,197 @@
-"""Every stage is killed again and again; in the end its table equals that of an unbroken run."""
+"""Every stage is killed again and again; in the end its table and artifacts equal those of an unbroken run."""
 
 import functools
+import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from pipeline.api import Project as ApiProject
+from pipeline.commands.clean import clean
+from pipeline.commands.status import state, states
 from pipeline.project.project import Project
+from stages.retrieval.index import in_order, numbers
+from stages.retrieval.search.lexical import LexicalIndex
 from tests import projects
-from tests.pipeline.kill_loop import rebuild_under_kills
-from tests.pipeline.killing import count_syncs
+from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
+from tests.stages.retrieval import project as small
 
-STAGE_NAMES = ("samples", "latents", "images", "captions", "buckets", "embeddings", "train")  # in `make test`, the first two
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, tiny_weights) -> tuple[Path, dict[str, int]]:
-    """A finished project, and how often each stage called fsync when it ran in a new process."""
-    folder = projects.make(tmp_path_factory.mktemp("unbroken") / "project", tiny_weights, images=5)
-    return folder, {
-        name: count_syncs(functools.partial(projects.latentmill, folder, "run", name, "--only"))
-        for name in Project(folder).stage_names
-        if name in STAGE_NAMES
-    }
+pytestmark = pytest.mark.slow
+CLI = "pipeline.cli"
+KILLED_STAGES = {  # in `make test`, the first three of each
+    "text_to_image": ("samples", "latents", "drawings", "images", "captions", "buckets", "embeddings", "train"),
+    "retrieval": ("train", "index", "units", "vectors", "sources", "pairs", "tokens", "negatives", "ranks"),
+}
+KILLS = {"text_to_image": 20, "retrieval": 10}  # of each stage, under --prove
+BATCHES = "".join(
+    f"\n[{name}]\nbatch_size = 16\n" for name in ("units", "negatives", "vectors", "index", "ranks")
+)  # several commits for each stage
 
 
-@pytest.mark.slow
-@pytest.mark.proof("a stage that is killed ends where an unbroken run ends")
+def artifacts(folder: Path, stage_name: str) -> dict[str, object]:
+    """The bytes of a stage's artifacts by name; "" for a checkpoint's copy of its rows, which holds clock times; the scores of
+    a full-text index.
+    """
+    table = Project(folder).current(stage_name)
+    root, found = table.folder / "artifacts", dict[str, object]()
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.suffix == ".lance" and "/" not in name:
+            rows = in_order(table.rows())
+            index = LexicalIndex(path, rows.num_rows, numbers(rows))
+            found[name] = [index.scores(query).tolist() for query in ("parse a header", "json decoder", "utc time")]
+        elif path.is_file() and ".lance/" not in name:
+            same = path.suffix in (".safetensors", ".png", ".arrow") and path.name != "rows.arrow"
+            found[name] = path.read_bytes() if same else b""
+    return found
+
+
+def make_text_to_image(folder: Path, weights: Path) -> None:
+    projects.make(folder, weights, images=5)
+    projects.edit(folder, "[buckets]", projects.PROMPTS + "[buckets]")
+
+
+def make_retrieval(folder: Path, _: Path) -> None:
+    """Over a real package."""
+    folder.mkdir(parents=True)
+    package = Path(str(json.__file__)).parent
+    shutil.copytree(package, folder.parent / "code" / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = small.SPLIT.replace('split = "unit"', 'split = "unit"\nbatch_size = 16').replace("hard = true", "batch_size = 16")
+    roots = f'\n[sources]\nroots = ["{folder.parent / "code"}"]\nbatch_size = 4\n'
+    (folder / "project.toml").write_text(small.CONFIG + settings + roots + BATCHES)
+
+
+MAKE = {"text_to_image": make_text_to_image, "retrieval": make_retrieval}
+
+
+@pytest.mark.proof("a stage of either pipeline that is killed ends where an unbroken run ends")
+@pytest.mark.parametrize("pipeline", MAKE)
 def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
-    unbroken: tuple[Path, dict[str, int]], tmp_path: Path, cases: Callable[[int, int], int]
+    pipeline: str, tiny_weights: Path, tmp_path: Path, cases: Callable[[int, int], int]
 ):
-    reference, syncs = unbroken
-    for stage_name in STAGE_NAMES[: cases(2, len(STAGE_NAMES))]:
-        folder = projects.duplicate(reference, tmp_path / stage_name / "project")
-        rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 20))
+    reference, stage_names = tmp_path / "reference" / "project", KILLED_STAGES[pipeline]
+    MAKE[pipeline](reference, tiny_weights)
+    syncs = {
+        name: count_syncs(functools.partial(projects.latentmill, reference, "run", name, "--only"))
+        for name in Project(reference).stage_names
+        if name in stage_names
+    }
+    for stage_name in stage_names[: cases(3, len(stage_names))]:
+        folder = tmp_path / stage_name / "project"
+        shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
+        if pipeline == "text_to_image":  # copied files have other inodes, so images runs once more
+            projects.build(folder, "images")
+        rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, KILLS[pipeline]))
         found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
-        columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode
-        assert found.select(columns) == expected.select(columns)
+        columns = [name for name in expected.column_names if name != "inode"]
+        assert expected.num_rows and found.select(columns) == expected.select(columns)
         assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
 
 
-@pytest.mark.slow
-@pytest.mark.proof("a stage that is killed ends where an unbroken run ends")
-def test_drawings_killed_before_any_fsync_end_where_an_unbroken_run_ends(
-    tiny_weights: Path, tmp_path: Path, cases: Callable[[int, int], int]
+def rebuild_under_kills(folder: Path, stage_name: str, syncs: int, kills: int) -> None:
+    """Delete the table of a stage and build it again, while the stage is killed `kills` times, each time before a random one
+    of its `syncs` calls of fsync. After each kill the project is cleaned, verified or shown. Nothing temporary may be left.
+    """
+    shutil.rmtree(folder / "tables" / stage_name)
+    generator, left = random.Random(stage_name), kills
+    while left:
+        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", stage_name, "--only", "--project", str(folder))
+        left -= code == KILLED
+        use = generator.choice(("clean", "verify", "status"))  # none may fail, and none finds damage
+        if use == "clean":
+            list(clean(Project(folder), runs=False, dry_run=False))
+        elif use == "verify":
+            assert not ApiProject(folder).verify()
+        else:
+            states(Project(folder))
+        if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
+            shutil.rmtree(folder / "tables" / stage_name)
+    projects.latentmill(folder, "run", stage_name, "--only")
+    assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
+
+
+FEATURES = """
+accumulate = 2
+base_bits = 8
+
+[train.optimizer]
+kind = "adamw8bit"
+
+[train.loss]
+kind = "pseudo_huber"
+weight = "bell"
+
+[train.noise]
+strata = 4
+
+[train.data]
+dropped = "trigger"
+resolutions = {64 = 2, 96 = 1}
+
+[train.validation]
+every = 4
+
+[train.preservation]
+every = 2
+
+[train.mask]
+floor = 0.2
+
+[train.ema]
+
+[samples]
+"""
+
+
+def prepared(folder: Path, weights: Path) -> Path:
+    """A project with every feature on, ready to train. Two of its four images have a mask: their right side."""
+    projects.make(folder, weights, images=4)
+    for path in sorted((folder / "images").glob("*.png"))[:2]:
+        image = Image.open(path)
+        alpha = Image.linear_gradient("L").rotate(90).resize(image.size)
+        image.putalpha(alpha)
+        image.save(path)
+    words = 'preview_prompts = ["a red thing"]\ntrigger = "sks cup"\nclass_word = "cup"\ntemplate = "{trigger}, {caption}"'
+    projects.edit(folder, 'preview_prompts = ["a red thing"]', words)
+    projects.edit(folder, "\n[train]\n", '\n[latents]\nmask = "alpha"\n\n[train]\n')
+    projects.edit(folder, "steps = 6", "steps = 8")
+    projects.edit(folder, "\n[samples]\n", FEATURES)
+    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    return folder
+
+
+def missing(folder: Path) -> int:
+    """Rows of `train` that were never committed."""
+    return state(Project(folder), "train").missing or 0
+
+
+@pytest.mark.proof("training with every feature on that is killed ends where an unbroken run ends")
+def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
+    tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
 ):
-    folder = projects.make_slider(tmp_path / "project", tiny_weights)
-    projects.latentmill(folder, "run", "embeddings")
-    syncs = count_syncs(functools.partial(projects.latentmill, folder, "run", "drawings", "--only"))
-    expected = projects.content(folder, "drawings")
-    assert expected.num_rows == 2
-    rebuild_under_kills(folder, "drawings", syncs, cases(1, 20))
-    assert projects.content(folder, "drawings") == expected
-
-
-def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
-    """The bytes of a stage's artifacts by name; empty for a checkpoint's copy of its rows, which holds clock times."""
-    root = Project(folder).current(stage_name).folder / "artifacts"
-    files = [p for p in sorted(root.rglob("*")) if p.is_file()]
-    return {str(p.relative_to(root)): p.read_bytes() if p.suffix in (".safetensors", ".png") else b"" for p in files}
+    unbroken = prepared(tmp_path / "unbroken" / "project", tiny_weights)
+    killed = projects.duplicate(unbroken, tmp_path / "killed" / "project")
+    syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train", "--only"))
+    projects.latentmill(killed, "run", "train", "--only", "--set", "train.stop_after_steps=4")
+    projects.latentmill(killed, "run", "samples", "--only")  # previews between the kills
+    generator, left, rows = random.Random(7), cases(1, 20), missing(killed)
+    while left:
+        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", "train", "--only", "--project", str(killed))
+        before, rows = rows, missing(killed)
+        left -= code == KILLED and rows < before  # a kill before the first new row tests nothing of training
+        if not rows:
+            shutil.rmtree(Project(killed).current("train").folder)  # nothing is left to kill: begin again
+            rows = missing(killed)
+    projects.latentmill(killed, "run", "train", "--only")
+    assert missing(killed) == 0
+    projects.latentmill(unbroken, "run", "samples", "--only")
+    projects.latentmill(killed, "run", "samples", "--only")
+    for stage_name in ("train", "samples"):
+        assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
+        assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)
+    assert "to the bit" in projects.latentmill(killed, "replay", "8")

@@ -26,7 +26,7 @@ from stages.tuner.launched import SECRET, SECRET_FILE, launched_rank, secret
 from stages.tuner.loop import check_ranks
 from stages.tuner.ranks import Ranks, connect, decode, encode, merged
 from tests import projects
-from tests.pipeline.test_kill_training import FEATURES, prepared
+from tests.pipeline.test_kill import FEATURES, prepared
 
 RANKED = FEATURES.replace(
     "base_bits = 8\n", "batch_size = 2\nclip = 0.05\nlr = 1e-2\n\n[train.schedule]\nwarmup_steps = 2\n"
@@ -39,7 +39,7 @@ DRAWN = ("step", "split", "sample", "epoch", "image_id", "latent_id", "caption_i
 def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "project"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.pipeline.test_kill_training.FEATURES", RANKED)
+        patch.setattr("tests.pipeline.test_kill.FEATURES", RANKED)
         return prepared(folder, tiny_weights)
 
 

@@ -3,22 +3,22 @@ reused.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from pipeline.project.project import Project
-from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family
 from tests import projects
 
-NO_ROWS = dict.fromkeys(PIPELINE.stages, 0)
 pytestmark = pytest.mark.slow
 FORETOLD = ("images", "captions", "buckets", "latents", "embeddings", "train")
+BEFORE = ("images", "captions", "checks", "descriptions", "buckets", "latents", "embeddings", "drawings")  # training
 STEPS = 2
-CHECKPOINTS = 2  # each with a picture; the base has another
 RESOLUTIONS = 2
+TRAINED = {"train": STEPS, "samples": 2, "scores": 2}  # a preview of each of two checkpoints; the base has another
 SMALL = (
     ("\nsteps = 6\nrank = 2\ncheckpoint_every = 2\n", f"\nsteps = {STEPS}\nrank = 2\ncheckpoint_every = 1\n"),
     ("width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1"),
@@ -40,77 +40,87 @@ def project(built, tmp_path) -> Path:
 
 
 def rows(folder: Path, **changed: int) -> None:
-    """All stages write exactly these numbers of rows, by table, as the plan foretells."""
+    """Stages write exactly these numbers of rows, by table, as the plan foretells: all stages if previews are drawn, and else
+    those before training.
+    """
     plan = projects.planned(Project(folder))
-    found = projects.written(projects.build(folder))  # one new image may change the warnings of others
-    assert found == NO_ROWS | {"checks": found["checks"]} | changed
-    assert {name: plan[name].missing for name in FORETOLD} == {name: found[name] for name in FORETOLD}
+    assert {name: plan[name].missing for name in FORETOLD} == {name: changed.get(name, 0) for name in FORETOLD}
+    found = projects.written(projects.build(folder, *(() if "samples" in changed else BEFORE)))
+    # One new image may change the warnings of others.
+    assert found == {name: changed.get(name, 0) for name in found} | {"checks": found["checks"]}
 
 
-def test_an_added_image_computes_its_own_rows(project):
-    projects.add_image(project, "new.png", seed=70)
-    chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "embeddings": 1, "train": STEPS}
-    rows(project, **chain, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)  # the scores compare with all images
-    rows(project)
+def setting(old: str, new: str) -> Callable[[Path], None]:
+    return lambda project: projects.edit(project, old, new)
 
 
-def test_a_caption_that_another_image_already_has_computes_no_embedding(project):
-    (project / "images" / "picture1.txt").write_text("picture number 0")
-    rows(project, captions=1, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
-
-
-def test_an_image_replaced_under_its_name_computes_its_own_rows(project):
-    projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100))
-    chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "train": STEPS}
-    rows(project, **chain, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)
-
-
-def test_a_renamed_image_computes_no_latent(project):
+def rename(project: Path) -> None:
     for suffix in (".png", ".txt"):
         (project / "images" / f"picture1{suffix}").rename(project / "images" / f"renamed{suffix}")
-    outcome = projects.written(projects.build(project))
-    assert (outcome["images"], outcome["latents"], outcome["embeddings"]) == (1, 0, 0)
 
 
-def test_a_removed_image_computes_no_encoding_and_its_rows_vanish(project):
-    (project / "images" / "picture1.png").unlink()
-    (project / "images" / "picture1.txt").unlink()
-    rows(project, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)
-    assert projects.content(project, "latents").num_rows == 3 * RESOLUTIONS
-    assert projects.content(project, "captions").num_rows == 3 + 2
-    rows(project)
+def remove(project: Path) -> None:
+    for suffix in (".png", ".txt"):
+        (project / "images" / f"picture1{suffix}").unlink()
 
 
-def test_a_removed_image_that_comes_back_computes_no_encoding(project):
-    aside = project / "aside.png"
-    (project / "images" / "picture1.png").rename(aside)
-    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
-    aside.rename(project / "images" / "picture1.png")
-    outcome = projects.written(projects.build(project))
-    assert (outcome["images"], outcome["buckets"], outcome["latents"], outcome["embeddings"]) == (1, RESOLUTIONS, 0, 0)
+def come_back(project: Path) -> None:
+    picture = project / "images" / "picture1.png"
+    picture.rename(project / "aside.png")
+    projects.build(project, *BEFORE)
+    (project / "aside.png").rename(picture)
 
 
-def test_an_added_resolution_computes_only_its_crops(project):
-    projects.edit(project, "[64, 96]", "[64, 96, 80]")
-    rows(project, buckets=4, latents=4, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
+CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
+    "an added image": (
+        lambda project: projects.add_image(project, "new.png", seed=70),
+        # The scores compare with all images, those of the base too.
+        {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "embeddings": 1, **TRAINED, "scores": 3},
+    ),
+    "a caption that another image already has": (
+        lambda project: (project / "images" / "picture1.txt").write_text("picture number 0"),
+        {"captions": 1, **TRAINED},
+    ),
+    "an image replaced under its name": (
+        lambda project: projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100)),
+        {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "train": STEPS},
+    ),
+    "a renamed image": (rename, {"images": 1, "captions": 1}),
+    "a removed image": (remove, {"train": STEPS}),
+    "a removed image that comes back": (come_back, {"images": 1, "captions": 1, "buckets": RESOLUTIONS}),
+    "an added resolution": (setting("[64, 96]", "[64, 96, 80]"), {"buckets": 4, "latents": 4, "train": STEPS}),
+    "settings of runtime": (
+        lambda project: (
+            projects.edit(project, "[train]", "[latents]\nbatch_size = 3\nworkers = 1\n\n[train]"),
+            projects.edit(project, "checkpoint_every = 1", "checkpoint_every = 2"),
+        ),
+        {"samples": 0},
+    ),
+    "a significant setting": (
+        setting("[train]", '[latents]\nbackground = "#000000"\n\n[train]'),
+        {"latents": 4 * RESOLUTIONS, "train": STEPS},
+    ),
+    "more steps": (setting(f"steps = {STEPS}\nrank", f"steps = {STEPS + 2}\nrank"), TRAINED),
+}
 
 
-def test_a_runtime_setting_computes_nothing(project):
-    projects.edit(project, "[train]", "[latents]\nbatch_size = 3\nworkers = 1\n\n[train]")
-    projects.edit(project, "checkpoint_every = 1", "checkpoint_every = 2")
-    rows(project)
-
-
-def test_a_significant_setting_computes_its_stage_and_what_reads_it(project):
-    projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
-    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)  # the base's too
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_computes_its_own_rows_and_no_others(what, project):
+    change, counts = CHANGES[what]
+    change(project)
+    rows(project, **counts)
+    assert not any(projects.written(projects.build(project, *BEFORE)).values())
+    images = len(list((project / "images").glob("*.png")))
+    resolutions = RESOLUTIONS + (what == "an added resolution")
+    assert projects.content(project, "latents").num_rows == projects.content(project, "buckets").num_rows == images * resolutions
+    assert projects.content(project, "captions").num_rows == images + 2
 
 
 def test_a_mask_computes_the_latents_of_its_image_and_so_does_another(project):
     projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
     for grey in (255, 128):
         Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
-        rows(project, latents=RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
+        rows(project, latents=RESOLUTIONS, train=STEPS)
         masks = projects.content(project, "latents")["mask"].to_pylist()
         assert {byte for tokens in masks if tokens for byte in tokens} == {grey}
         assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
@@ -123,12 +133,6 @@ def test_a_class_word_computes_its_own_captions_and_embeddings_alone(project):
     rows(project, captions=4 + 1, embeddings=4 + 1)
 
 
-def test_more_steps_go_on_from_the_last(project):
-    projects.edit(project, f"steps = {STEPS}\nrank", f"steps = {STEPS + 2}\nrank")
-    outcome = projects.written(projects.build(project))
-    assert outcome["train"] == 2 and outcome["latents"] == outcome["embeddings"] == 0
-
-
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):
     other = tmp_path / "other"
     tiny = family("tiny")
@@ -137,13 +141,6 @@ def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tin
     shutil.copytree(tiny_weights / "vae", other / "vae")
     texts = projects.content(project, "embeddings").num_rows
     projects.edit(project, str(tiny_weights), str(other))
-    rows(project, embeddings=texts, train=STEPS, samples=CHECKPOINTS + 1, scores=CHECKPOINTS + 1)
-
-
-def test_tables_are_readable_when_the_weights_are_gone(project, tiny_weights, tmp_path):
-    gone = tmp_path / "gone"
-    shutil.copytree(tiny_weights, gone)
-    projects.edit(project, str(tiny_weights), str(gone))
-    projects.build(project)
-    shutil.rmtree(gone)
-    assert projects.written(projects.build(project)) == NO_ROWS
+    rows(project, embeddings=texts, train=STEPS, samples=3, scores=3)  # the base's too
+    shutil.rmtree(other)
+    assert not any(projects.written(projects.build(project)).values()), "tables are readable when the weights are gone"
