@@ -16,11 +16,6 @@ from pipeline.project.project import Project
 RESULTS = results.read()
 
 
-def test_the_tables_of_the_page_are_made_from_the_results():
-    text = (report.FOLDER / report.PAGE).read_text()
-    assert report.with_tables(text, RESULTS) == text
-
-
 @pytest.mark.parametrize("name", CHARTS)
 def test_a_chart_on_disk_shows_the_results_and_is_not_blank(name):
     with Image.open(report.FOLDER / name) as image:
@@ -106,14 +101,3 @@ def test_a_difference_is_the_mean_over_all_levels(tmp_path):
     for name, level in (("a.png", 10), ("b.png", 30)):
         Image.new("RGB", (4, 4), (level, level, 0)).save(tmp_path / name)
     assert scoring.difference(tmp_path / "a.png", tmp_path / "b.png") == pytest.approx(40 / 3)
-
-
-def test_a_mean_comes_with_its_standard_error_and_style_counts_from_the_base():
-    assert results.mean_change([1.0, 3.0, 2.0]) == 1.5
-    about = {"what": "picture", "kind": "trigger", "guidance": 3.0, "side": 128}
-    rows = [about | {"run": "a", "subject": str(n), "style": 5.0 + 2 * n, "moved": n} for n in range(3)]
-    base = [about | {"run": "base", "subject": str(n), "style": 5.0 + n} for n in range(3)]
-    found = results.Results([*rows, *base])
-    assert found.mean("moved", "a") == found.mean("style", "a") == pytest.approx((1.0, 1 / 3**0.5))
-    with pytest.raises(AssertionError, match="no row has"):
-        found.mean("style", "b")

@@ -1,4 +1,4 @@
-"""The experiment on few pictures: what is drawn with T-LoRA's mask, and what its table pairs."""
+"""The experiment on few pictures: what is drawn with T-LoRA's mask."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from data import EXAMPLE
-from data.research.experiments.few_pictures import (
-    BASE,
-    FILE,
-    PAGE,
-    PLAIN,
-    RUNS,
-    MaskedForward,
-    masks_of,
-    names_of,
-    read_rows,
-    table,
-)
+from data.research.experiments.few_pictures import MaskedForward, masks_of
 from pipeline.project.project import Project
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import BlockwiseForward
@@ -39,25 +28,3 @@ def test_a_picture_drawn_with_the_mask_has_the_ranks_of_its_noise_level_in_both_
             np.testing.assert_allclose(np.array(drawn[n]), np.array(alone[n]), atol=1e-5)
             whole = BlockwiseForward(model, arrays, scales, model.dtype)(**batch())
             assert float(mx.abs(whole[n] - drawn[n]).max()) > 1e-3
-
-
-def test_the_table_pairs_a_method_with_plain_lora_by_seed_and_picture_and_has_a_line_for_each_adapter():
-    draw = np.random.default_rng(0)
-    pictures = draw.normal(size=(2, 5))
-    names = [name for run in RUNS for name in names_of(run)]
-    rows = [
-        {"method": name, "pictures": 4, "seed": seed}
-        | {measure: (pictures[seed] + 0.25 * place).tolist() for measure in ("loss", "style", "agreement")}
-        for place, name in enumerate(names)
-        for seed in (1, 0)
-    ]
-    base = {"method": BASE, "pictures": 0, "seed": 0, "loss": [1.0], "style": [0.0], "agreement": [0.5]}
-    lines = table([*rows, base]).splitlines()[2:]
-    assert [line.split(" | ")[0].strip("| ") for line in lines] == [BASE, *names]
-    assert lines[1].split(" | ")[0].strip("| ") == PLAIN
-    for place, line in enumerate(lines[2:], 1):
-        assert line.count(f"+{0.25 * place:.3f} (+{0.25 * place:.3f} to +{0.25 * place:.3f})") == 3
-
-
-def test_the_page_shows_the_committed_rows():
-    assert table(read_rows(FILE)) in PAGE.read_text()

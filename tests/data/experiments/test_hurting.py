@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.research.experiments import hurting
 from data.research.experiments.hurting import BAD, IMAGES, excess, plant
 from pipeline.commands.catalog import open_catalog
 from tests.pipeline.commands.test_views import drawn
@@ -23,7 +24,8 @@ def test_the_excess_in_memory_is_that_of_the_view(tmp_path):
         assert found[image] == pytest.approx((value, raw), rel=1e-6, abs=1e-9)
 
 
-def test_three_of_forty_pictures_are_bad_and_the_seed_chooses_them(tmp_path):
+def test_three_of_forty_pictures_are_bad_and_the_seed_chooses_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(hurting, "SIDE", 32)
     chosen = []
     for seed in (0, 0, 1):
         folder = tmp_path / str(len(chosen))

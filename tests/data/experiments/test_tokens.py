@@ -1,4 +1,4 @@
-"""The experiment about fewer tokens a step: routing computes what its paper says, and the page shows the committed rows."""
+"""The experiment about fewer tokens a step: routing computes what its paper says."""
 
 import functools
 from collections import Counter
@@ -89,9 +89,3 @@ def test_sizes_in_turn_have_each_size_in_its_part_and_every_picture_equally_ofte
     assert {(step > 300, crop.resolution) for step, crop in samples} == {(False, 512), (True, 768)}
     counts = Counter(crop.image_id for _, crop in samples)
     assert max(counts.values()) - min(counts.values()) <= 6
-
-
-def test_the_page_shows_the_committed_rows():
-    page = tokens.PAGE.read_text()
-    assert tokens.table(tokens.read_rows(tokens.FILE)) in page
-    assert tokens.steps_table(tokens.read_rows(tokens.FILE, "step")) in page
