@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
+import psutil
 import pytest
 
 from pipeline.project.project import Project
@@ -31,6 +32,7 @@ from tests.pipeline.test_kill import FEATURES, prepared
 RANKED = FEATURES.replace(
     "base_bits = 8\n", "batch_size = 2\nclip = 0.05\nlr = 1e-2\n\n[train.schedule]\nwarmup_steps = 2\n"
 ).replace("adamw8bit", "adamw")
+STEPS = 8  # of `prepared`
 CLOSE = 1e-5  # between losses and between adapters, in float32
 DRAWN = ("step", "split", "sample", "epoch", "image_id", "latent_id", "caption_id", "sigma", "dropped", "lr")
 
@@ -79,31 +81,32 @@ def assert_alike(ranked: Path, alone: Path) -> None:
             np.testing.assert_allclose(mine[key], theirs[key], atol=CLOSE, err_msg=key)
 
 
+def stand_in_for_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A program ssh that runs the command, its last word, here; the home folder is `folder`."""
+    (folder / "ssh").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("HOME", str(folder))
+
+
 @pytest.mark.slow
 @pytest.mark.proof("two ranks train as one process does")
-def test_two_ranks_train_as_one_process_does(ready, alone, tmp_path, cases):
+def test_two_ranks_of_two_machines_get_their_secret_over_ssh_and_train_as_one_process_does(
+    ready, alone, tmp_path, monkeypatch, cases
+):
     ranked = projects.duplicate(ready, tmp_path / "ranked" / "project")
-    if (steps := cases(12, 50)) != 12:
+    if (steps := cases(STEPS, 50)) != STEPS:
         alone = projects.duplicate(ready, tmp_path / "alone" / "project")
         for folder in (alone, ranked):
-            projects.edit(folder, "steps = 12", f"steps = {steps}")
+            projects.edit(folder, f"steps = {STEPS}", f"steps = {steps}")
         projects.latentmill(alone, "run", "train", "--only")
-    said = projects.latentmill_process(ranked, "launch", "--ranks", "2")
+    words = ("--ranks", "2")
+    if sys.platform == "linux":  # this machine has a second address
+        stand_in_for_ssh(tmp_path, monkeypatch, 'for last; do :; done\nexec bash -c "$last"')
+        words = ("--hosts", "127.0.0.1,127.0.0.2")
+    said = projects.latentmill_process(ranked, "launch", *words)
     assert "2 ranks train together" in said and said.count("lora of rank") == 1, "rank 0 alone talks"
     assert_alike(ranked, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("sys.platform != 'linux'", reason="a second address of this machine")
-def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_path, monkeypatch):
-    # A stand-in for ssh: it runs the command here.
-    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec bash -c "$last"\n')
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    ranked = projects.duplicate(ready, tmp_path / "ranked" / "project")
-    said = projects.latentmill_process(ranked, "launch", "--hosts", "127.0.0.1,127.0.0.2", "--set", "train.steps=2")
-    assert "2 ranks train together" in said
     assert not list(tmp_path.glob(".latentmill-*"))
 
 
@@ -111,42 +114,33 @@ def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_p
 @pytest.mark.proof("a run whose rank is killed ends at its last checkpoint and goes on alone")
 def test_a_run_whose_rank_is_killed_ends_at_its_last_checkpoint_and_goes_on_alone(ready, alone, tmp_path, cases):
     for rank in (1, 0)[: cases(1, 2)]:
-        kill_a_rank(rank, projects.duplicate(ready, tmp_path / str(rank) / "project"), alone)
+        ranked = projects.duplicate(ready, tmp_path / str(rank) / "project")
+        artifacts = Project(ranked).current("train").folder / "artifacts"
+        process = projects.command(
+            ranked, "launch", "--ranks", "2", "--set", "train.checkpoint_every=2", "--set", "train.steps=4000"
+        )
+        projects.wait_until(lambda artifacts=artifacts: bool(checkpoint.find_checkpoints(artifacts)), process)
+        (child,) = (each for each in psutil.Process(process.pid).children() if each.environ().get("MLX_RANK") == str(rank))
+        child.kill()
+        out, err = process.communicate(timeout=projects.HANG)
+        assert process.returncode == 128 + signal.SIGKILL and "Traceback" not in err, (out, err)
+        assert f"rank {rank} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on." in err
+        for saved in checkpoint.find_checkpoints(artifacts):
+            shutil.rmtree(saved.folder) if saved.step > 6 else None
+        assert "the run began with 2 ranks and goes on with 1" in projects.latentmill(ranked, "run", "train", "--only")
+        assert_alike(ranked, alone)
 
 
-def kill_a_rank(rank: int, ranked: Path, alone: Path) -> None:
-    artifacts = Project(ranked).current("train").folder / "artifacts"
-    process = projects.command(ranked, "launch", "--ranks", "2", "--set", "train.checkpoint_every=2", "--set", "train.steps=4000")
-    projects.wait_until(lambda: bool(checkpoint.find_checkpoints(artifacts)), process)
-    os.kill(rank_process(process.pid, rank), signal.SIGKILL)
-    out, err = process.communicate(timeout=projects.HANG)
-    assert process.returncode == 128 + signal.SIGKILL and "Traceback" not in err, (out, err)
-    assert f"rank {rank} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on." in err
-    for saved in checkpoint.find_checkpoints(artifacts):
-        shutil.rmtree(saved.folder) if saved.step > 6 else None
-    assert "the run began with 2 ranks and goes on with 1" in projects.latentmill(ranked, "run", "train", "--only")
-    assert_alike(ranked, alone)
-
-
-class Ended:
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def poll(self) -> int:
-        return self.code
-
-
-@pytest.mark.parametrize("codes", [(-9, 1), (1, -9), (0, -9)])
-def test_a_killed_rank_is_named_even_if_every_rank_has_ended_when_the_launcher_looks(codes):
+@pytest.mark.parametrize(
+    ("codes", "code", "killed"),
+    [((-9, 1), 137, 0), ((1, -9), 137, 1), ((0, -9), 137, 1), ((0, 0), 0, None), ((0, 2), 2, None), ((2, 1), 2, None)],
+)
+def test_a_killed_rank_is_named_though_every_rank_has_ended_and_else_the_first_exit_code_that_is_not_0_counts(
+    codes, code, killed
+):
     said: list[str] = []
-    assert _wait([Ended(code) for code in codes], said.append) == 128 + signal.SIGKILL
-    assert said == [f"rank {codes.index(-9)} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on."]
-
-
-@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 2), 2), ((2, 1), 2)])
-def test_ranks_that_end_by_themselves_give_the_first_exit_code_that_is_not_0(codes, code):
-    said: list[str] = []
-    assert _wait([Ended(each) for each in codes], said.append) == code and not said
+    assert _wait([SimpleNamespace(poll=lambda each=each: each) for each in codes], said.append) == code
+    assert [line.partition(" was ended by signal 9; ")[0] for line in said] == ([] if killed is None else [f"rank {killed}"])
 
 
 def test_a_rank_that_cannot_start_ends_those_that_run(monkeypatch):
@@ -164,27 +158,12 @@ def test_a_rank_that_cannot_start_ends_those_that_run(monkeypatch):
     assert started[0].poll() == -signal.SIGKILL
 
 
-def rank_process(launcher: int, rank: int) -> int:
-    import psutil
-
-    for child in psutil.Process(launcher).children():
-        if child.environ().get("MLX_RANK") == str(rank):
-            return child.pid
-    raise AssertionError(f"there is no rank {rank}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("--ranks", "2", "--set", "train.batch_size=3"),
-            "train.batch_size must be a multiple of the number of ranks (2), got 3",
-        ),
-        (
-            ("--ranks", "2", "--set", "train.data_parallel=4"),
-            "train.data_parallel must be unset or the number of ranks (2), got 4",
-        ),
+        (("--ranks", "2", "--set", "train.batch_size=3"), "batch_size must be a multiple of the number of ranks (2), got 3"),
+        (("--ranks", "2", "--set", "train.data_parallel=4"), "data_parallel must be unset or the number of ranks (2), got 4"),
         (("latents", "--ranks", "2"), "latents: only a stage that trains divides its work among ranks"),
         ((), "launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel"),
         (("--hosts", "127.0.0.1,192.168.1.20"), "192.168.1.20: gradients travel between machines neither signed nor encrypted"),
@@ -224,11 +203,7 @@ def test_the_shares_of_all_ranks_are_the_samples_of_the_step_each_once_and_equal
     assert all(set(part) <= set(parts[n]) for share in shares for part in share for n in range(4) if part[0] in parts[n])
 
 
-VALUES = {
-    "a": [1, 0.1, None, float("inf"), "ü"],
-    "array": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "number": np.float32(0.1),
-}
+VALUES = {"a": [1, 0.1, None, float("inf"), "ü"], "array": np.float32([[0, 1, 2], [3, 4, 5]]), "number": np.float32(0.1)}
 
 
 def test_ranks_exchange_plain_data_as_it_is():
@@ -265,15 +240,11 @@ def test_a_message_that_this_run_did_not_sign_is_refused_unread(forged, monkeypa
         mine.each("mine")
 
 
-HOSTFILE = '{"hosts": [{"ssh": "first.local", "ips": ["192.168.1.20"]}, {"ssh": "second.local", "ips": ["%s"]}]}'
-
-
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "0.0.0.0", "::ffff:8.8.8.8"])
 def test_ranks_take_no_address_that_strangers_reach(address, tmp_path):
-    file = tmp_path / "hosts.json"
-    texts = (HOSTFILE % address, json.dumps([{"ssh": "a", "ips": [address]}]))
-    for hosts, text in ((f"192.168.1.20,{address}", ""), ("", texts[0]), ("", texts[1])):
-        file.write_text(text)
+    file, own, other = tmp_path / "hosts.json", {"ssh": "a", "ips": ["192.168.1.20"]}, {"ssh": "b", "ips": [address]}
+    for hosts, content in ((f"192.168.1.20,{address}", None), ("", {"hosts": [own, other]}), ("", [other])):
+        file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=f"ranks need addresses of your own network, .* got {address}$"):
             ssh_names(hosts, str(file), trusted_network=True)
     file.write_text('{"hosts": [["10.0.0.2"]]}')
@@ -302,11 +273,8 @@ def test_ranks_of_one_machine_open_no_socket_to_a_network(tmp_path):
         assert (each["NCCL_HOST_IP"], each["NCCL_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
 
-def test_the_secret_of_ranks_on_other_machines_is_in_no_argument_and_read_once(monkeypatch, tmp_path):
-    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\nshift 3\nexec sh -c "$1"\n')
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_the_secret_of_ranks_on_other_machines_is_in_no_argument_read_once_and_needed(monkeypatch, tmp_path):
+    stand_in_for_ssh(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path}/said\nshift 3\nexec sh -c "$1"')
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.setenv(SECRET_FILE, send_secret(["127.0.0.1", "second.local"]))
     monkeypatch.setenv("MLX_WORLD_SIZE", "2")
@@ -319,15 +287,10 @@ def test_the_secret_of_ranks_on_other_machines_is_in_no_argument_and_read_once(m
         found |= {secret(), secret()}
         assert not file.exists() and os.environ[SECRET] in found
         monkeypatch.delenv(SECRET)
-    (text,) = found
-    assert len(text) == 64 and text not in (tmp_path / "said").read_text()
-    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    with pytest.raises(ValueError, match=r"second\.local: the secret of the run cannot be written there"):
-        send_secret(["second.local"])
-
-
-def test_ranks_without_a_secret_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_RANK", "0")
-    monkeypatch.setenv("MLX_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="ranks need the variable LATENTMILL_RANKS_SECRET"):
         connect.__wrapped__()
+    (text,) = found
+    assert len(text) == 64 and text not in (tmp_path / "said").read_text()
+    stand_in_for_ssh(tmp_path, monkeypatch, "exit 255")
+    with pytest.raises(ValueError, match=r"second\.local: the secret of the run cannot be written there"):
+        send_secret(["second.local"])
