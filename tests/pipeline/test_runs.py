@@ -6,7 +6,8 @@ import html
 import re
 import shutil
 import signal
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from tests import projects
 from tests.pipeline.commands import tables
 
 LR = "lr = 0.001"
+CHAIN = ("images", "captions", "buckets", "latents", "embeddings")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,8 @@ def built(tmp_path_factory, tiny_weights) -> Path:
     """The finished runs `slow` and `fast`, which differ in train.lr and have previews, and a third of 2 of 6 steps."""
     folder = projects.make(tmp_path_factory.mktemp("runs") / "project", tiny_weights, images=4)
     projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.25\nevery = 2\n\n[train]\nlr = 0.001\n")
-    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
+    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1")
+    projects.build(folder, *CHAIN, "train", "samples")
     rename(Project(folder), find_runs(Project(folder))[0], "slow")
     projects.edit(folder, LR, "lr = 0.005")
     projects.latentmill(folder, "train", "--only", "--name", "fast")
@@ -58,18 +61,17 @@ def project(built, tmp_path) -> Path:
     return tmp_path / "project"
 
 
-def test_every_run_stays_listed_with_the_settings_that_differ(built):
-    rows = {
-        row["run_name"]: row
-        for row in answer(Project(built), "select coalesce(name, 'third') as run_name, * from runs").to_pylist()
-    }
-    assert set(rows) == {"slow", "fast", "third"}
+def test_every_run_stays_listed_with_the_settings_that_differ_and_its_rows(built):
+    found = answer(Project(built), "select coalesce(name, 'third') as run_name, * from runs").to_pylist()
+    rows = {row["run_name"]: row for row in found}
     assert {name: row["steps"] for name, row in rows.items()} == {"slow": 6, "fast": 6, "third": 2}
     assert {name: row["state"] for name, row in rows.items()} == {"slow": "finished", "fast": "finished", "third": "interrupted"}
     assert rows["slow"]["differs"] == "train.lr 0.001" and rows["fast"]["differs"] == "train.lr 0.005"
     assert rows["slow"]["best_step"] in (2, 4, 6) and rows["slow"]["best_loss"] > 0 and rows["slow"]["loss"] > 0
     assert rows["slow"]["wanted_steps"] == 6 and rows["slow"]["data_rows"] > 0 and "mlx" in rows["slow"]["versions"]
     assert "lr 0.001" in list_runs(Project(built)) and "6/6" in list_runs(Project(built))
+    counted = "select run_name, max(step) as last from all_train where split = 'train' group by 1 order by 2, 1"
+    assert [row["last"] for row in answer(Project(built), counted).to_pylist()] == [2, 6, 6]
 
 
 def test_the_page_holds_the_rows_of_few_runs_at_a_time(built, monkeypatch):
@@ -82,14 +84,6 @@ def test_the_page_holds_the_rows_of_few_runs_at_a_time(built, monkeypatch):
     rows = RowsOfRuns({(str(n), str(n)): counted for n in range(99)}, runs[0].table.schema).scanner(columns=["step"]).to_reader()
     rows.read_next_batch()
     assert len(read) < 99, "a query reads the next run when it needs it"
-
-
-def test_the_rows_of_all_runs_can_be_queried_together(built):
-    counted = answer(
-        Project(built), "select run_name, max(step) as last from all_train where split = 'train' group by 1"
-    ).to_pylist()
-    assert {row["last"] for row in counted if row["run_name"] in ("slow", "fast")} == {6}
-    assert len(counted) == 3
 
 
 def test_a_query_reads_of_all_runs_only_the_columns_that_it_names(built, monkeypatch):
@@ -110,32 +104,36 @@ def test_a_query_reads_of_all_runs_only_the_columns_that_it_names(built, monkeyp
     assert rows and rows == [{"run_name": row["run_name"], "loss": row["loss"]} for row in wanted]
 
 
-class Killing(projects.Silent):
-    def __init__(self, at: int = 2) -> None:
+class Ending(projects.Silent):
+    """Calls `end` once so many are done."""
+
+    def __init__(self, at: int, end: Callable[[], object] = sys.exit) -> None:
         super().__init__()
-        self.at = at
+        self.at, self.end = at, end
 
     def progress(self, done: int, total: int, unit: str) -> None:
         if done == self.at:
-            raise SystemExit
+            self.end()
+
+
+def interrupt() -> None:
+    """Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def home(site: Site) -> str:
+    return html.unescape(TestClient(make_app(site), base_url="http://127.0.0.1:8765").get("/fragment/overview").text)
 
 
 def test_of_a_run_that_was_killed_status_counts_steps_and_its_rows_can_be_queried(project):
     shutil.rmtree(project / "tables" / "train")
     with pytest.raises(SystemExit):
-        projects.build(project, "train", console=Killing())
+        projects.build(project, "train", console=Ending(2))
     assert "interrupted: 2 of 6 steps are saved" in render(Project(project))
     with pytest.raises(NotBuilt, match=r"run: make train; the \d+ rows that unfinished runs have stored are in all_train$"):
         answer(Project(project), "select * from train")
     assert answer(Project(project), "select max(step) as last from all_train").to_pylist() == [{"last": 2}]
     assert "no finished run to score" in projects.latentmill(project, "evaluate", code=2)
-
-
-def test_an_older_run_is_exported_by_name(built, tmp_path):
-    for name in ("slow", "fast"):
-        said = projects.latentmill(built, "export", str(tmp_path / f"{name}.safetensors"), "--run", name)
-        assert "wrote" in said
-    assert (tmp_path / "slow.safetensors").read_bytes() != (tmp_path / "fast.safetensors").read_bytes()
 
 
 def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
@@ -151,24 +149,10 @@ def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
     assert find_run(Project(project), third).steps.num_rows == 6
 
 
-def test_a_run_that_is_longer_than_the_settings_ask_for_is_taken_back_only_with_a_word(project):
-    projects.build(project, "images")
-    assert "8 in all" in projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
-    assert describe(state(Project(project), "train")) == "the run has 8 steps, 6 are asked for: make train takes them back"
-    for words in (("--set", "train.steps=7"), ("--run", "slow", "--set", "train.steps=7")):  # as make was told
-        said = projects.latentmill(project, "status", *words)
-        assert "SET=train.steps=7" in said and ("RUN=slow" in said) == ("--run" in words), said
-    said = projects.latentmill(project, "train", "--only")
-    assert "its adapter is that of step 6 again. For the longer one: SET=train.steps=8 with make, `export --step 8`" in said
-    assert "asked for" not in projects.latentmill(project, "train", "--only")
+def test_steps_are_taken_back_only_with_a_word_are_nothing_to_do_and_tell_no_speed(project):
+    def newest_previews() -> str:
+        return str(home(Site(project)).partition("Newest previews, ")[2].partition("<")[0])
 
-
-def newest_previews(project: Path) -> str:
-    page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
-    return page.partition("Newest previews, ")[2].partition("<")[0]
-
-
-def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(project):
     def change(steps: int, then: int) -> None:
         projects.edit(project, f"steps = {steps}\nrank", f"steps = {then}\nrank")
 
@@ -178,13 +162,20 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     change(8, 4)
     found = projects.planned(Project(project))
     assert (found["train"].to_do, found["samples"].to_do) == ("0 steps", "0 previews")
-    assert "later" not in projects.latentmill(project, "train", "--only")
-    assert newest_previews(project) == "step 8"
+    assert describe(state(Project(project), "train")) == "the run has 8 steps, 4 are asked for: make train takes them back"
+    for words in (("--set", "train.steps=7"), ("--run", "slow", "--set", "train.steps=7")):  # as make was told
+        said = projects.latentmill(project, "status", *words)
+        assert "SET=train.steps=7" in said and ("RUN=slow" in said) == ("--run" in words), said
+    said = projects.latentmill(project, "train", "--only")
+    assert "its adapter is that of step 4 again. For the longer one: SET=train.steps=8 with make, `export --step 8`" in said
+    assert "later" not in said and "asked for" not in projects.latentmill(project, "train", "--only")
+    assert newest_previews() == "step 8"
     projects.build(project, "samples")
-    assert newest_previews(project) == "step 4", "those of step 8 are no rows of samples any more"
+    assert newest_previews() == "step 4", "those of step 8 are no rows of samples any more"
     projects.build(project, "images", "checks")
-    home = blocks.overview(Project(project), lambda *words, **values: [])["next"]
-    assert home.startswith("samples is up to date; ") and "scores: " in home and "up to date;" not in home.partition(";")[2]
+    following = blocks.overview(Project(project), lambda *words, **values: [])["next"]
+    assert following.startswith("samples is up to date; ") and "scores: " in following
+    assert "up to date;" not in following.partition(";")[2]
     change(4, 8)
     assert projects.planned(Project(project))["train"].to_do == "0 steps"
     said = projects.latentmill(project, "train", "--only")
@@ -203,29 +194,17 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     )
 
 
-class Interrupting(projects.Silent):
-    """Ctrl-C in the step after `at`."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def progress(self, done: int, total: int, unit: str) -> None:
-        if done == self.at:
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_states_says_what_it_computes_again(project):
     projects.build(project, "images", "train")
     with pytest.raises(Stopped):
-        runner.run(projects.Project(project, ["train.steps=12"]), "train", Interrupting(8))
+        runner.run(projects.Project(project, ["train.steps=12"]), "train", Ending(8, interrupt))
     said = projects.latentmill(project, "export", "--set", "train.steps=12")
     assert re.search(r"note: this is the adapter of step 6; the run was stopped at step (\d+): --step \1 takes that one", said)
     assert "note" not in projects.latentmill(project, "export")
     shutil.rmtree(project / "tables" / "train")
     projects.build(project, "images")
     with pytest.raises(Stopped, match=r"1 to do. Run the same command to go on\. With what there is: latentmill samples --only$"):
-        projects.build(project, "train", console=Interrupting(4))
+        projects.build(project, "train", console=Ending(4, interrupt))
     found = {each.stage_name: describe(each) for each in states(Project(project))}
     assert found["train"] == "interrupted: 5 of 6 steps are saved: make train"
     assert next(row["state"] for row in answer(Project(project), "select * from runs where current").to_pylist()) == "interrupted"
@@ -253,17 +232,15 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
         return next(describe(each) for each in states(Project(project)) if each.stage_name == stage)
 
     site = Site(project)
-    client = TestClient(make_app(site), base_url="http://127.0.0.1:8765")
 
-    def home() -> str:
-        page = client.get("/fragment/overview").text
-        return html.unescape(page).partition("Training runs")[0]
+    def above_runs() -> str:
+        return home(site).partition("Training runs")[0]
 
     projects.build(project, "images")
     projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
-    assert "data-sure" not in home() and ">Train</button>" in home()
-    assert "<p>train: the run has 8 steps" in home(), "not checks, which the command leaves alone"
-    assert "<h2>Newest previews, step 6</h2>" in home()  # of another run: this one has drawn nothing
+    assert "data-sure" not in above_runs() and ">Train</button>" in above_runs()
+    assert "<p>train: the run has 8 steps" in above_runs(), "not checks, which the command leaves alone"
+    assert "<h2>Newest previews, step 6</h2>" in above_runs()  # of another run: this one has drawn nothing
     assert "note: this is the adapter of step 8; 6 steps are asked for: make train" in projects.latentmill(project, "export")
     said = projects.latentmill(project, "export", "--set", "train.steps=9")
     assert "this is the adapter of step 8; 9 steps are asked for: make train" in said and "that one, after 1 step\n" in said
@@ -278,16 +255,19 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
         assert re.search(rf"note: .* changed since: .*make train .*PROJECT=.* begins a new run of {steps} steps\n", said), said
     with pytest.raises(ValueError, match=r"^train: a new run of 6 steps, .* Press once more to begin it\.$"):
         actions.train(site, {})  # pressed on a page from before the change
-    assert "<p>captions: 1 row missing" in home()
-    assert 'data-sure="train: a new run of 6 steps, about ' in home() and "The runs that are there are kept.</p>" in home()
+    assert "<p>captions: 1 row missing" in above_runs()
+    assert (
+        'data-sure="train: a new run of 6 steps, about ' in above_runs()
+        and "The runs that are there are kept.</p>" in above_runs()
+    )
     caption.write_text(before)
     projects.edit(project, LR.replace("1", "2"), "lr = 0.003")
-    assert told() == "a new run of 6 steps: make train" and "train: a new run of 6 steps" in home()
+    assert told() == "a new run of 6 steps: make train" and "train: a new run of 6 steps" in above_runs()
     projects.edit(project, "lr = 0.003", LR.replace("1", "2"))
     projects.build(project, "samples")
     with pytest.raises(SystemExit):
         projects.edit(project, "steps = 6\nrank", "steps = 12\nrank")
-        projects.build(project, "train", console=Killing(10))
+        projects.build(project, "train", console=Ending(10))
     assert told().startswith("interrupted: 10 of 12 steps are saved")
     assert told("samples") == "waits for train" and projects.planned(Project(project))["samples"].to_do.startswith("up to ")
 
@@ -308,25 +288,33 @@ def test_inputs_as_before_give_the_run_of_before_and_plan_status_home_and_export
         assert next(describe(each) for each in states(opened) if each.stage_name == "train") == f"waits for buckets; then {then}"
     said = projects.latentmill(project, "export")
     assert f"note: this adapter is from the run {present}; make train PROJECT={project} goes on with the run fast\n" in said
-    page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
+    page = home(Site(project))
     assert "train: the earlier run fast as it is." in page and "data-sure" not in page
     assert not projects.written(projects.build(project, "buckets", "latents", "train"))["train"]
     assert next(run.label for run in find_runs(Project(project)) if run.current) == "fast"
 
 
-def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):
+def test_a_run_whose_data_have_changed_is_not_continued_but_exported_by_name(project, tmp_path):
     projects.add_image(project, "new.png", seed=9)
-    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
+    projects.build(project, *CHAIN)
     said = projects.latentmill(project, "train", "--only", "--run", "slow", code=2)
     assert "cannot go on: snapshot" in said
-    assert "wrote" in projects.latentmill(project, "export", str(tmp_path / "slow.safetensors"), "--run", "slow")
+    files = [tmp_path / f"{name}.safetensors" for name in ("slow", "fast")]
+    for file in files:
+        assert "wrote" in projects.latentmill(project, "export", str(file), "--run", file.stem)
+    assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_is(project):
+def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_is_if_there_is_one(project):
     projects.edit(project, "lr = 0.002", "lr = 0.005")
     projects.add_image(project, "new.png", seed=9)
+    projects.build(project, *CHAIN)
+    opened = Project(project)
+    assert len(list(news(opened, "train"))) == 2
+    opened.config.sections["train"] = SimpleNamespace()  # of a stage without steps and without an initial adapter
+    assert len(list(news(opened, "train"))) == 1
     console = projects.Silent()
-    projects.build(project, "images", "captions", "buckets", "latents", "embeddings", "train", console=console)
+    projects.build(project, "train", console=console)
     said = " ".join(console.lines)
     assert "the data have changed since the run fast" in said and "from step 0; fast is kept" in said
     assert re.search(r" 6 steps take about (\d\.\d s|\d+ s|\d+ min \d+ s), by the speed of fast", said), said
@@ -334,12 +322,11 @@ def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_i
     console = projects.Silent()
     projects.build(project, "train", console=console)
     assert "the data have changed" not in " ".join(console.lines)
-    chain = ("images", "captions", "buckets", "latents", "embeddings")
     for suffix in (".png", ".txt"):
         (project / "images" / f"new{suffix}").unlink()
-    projects.build(project, *chain, "train")  # fast is the present run again, and not the newest
+    projects.build(project, *CHAIN, "train")  # fast is the present run again, and not the newest
     (project / "images" / "picture0.txt").write_text("other words")
-    projects.build(project, *chain)
+    projects.build(project, *CHAIN)
     assert next(news(Project(project), "train")).startswith("the data have changed since the run fast: this is a new run")
     longer = Project(project, {"train.steps": 8})
     facts = run_facts(longer, find_run(longer, "fast"))
@@ -355,15 +342,7 @@ def test_compare_shows_settings_curves_and_pictures_side_by_side(built, tmp_path
     assert "train.rank" not in said
     assert "held-out loss at step" in said and "1 to 1" in said
     with Image.open(tmp_path / "both.png") as picture:
-        assert picture.width > 3 * 64
-
-
-def test_best_names_the_checkpoint_with_the_lowest_held_out_loss(built):
-    run = find_run(Project(built), "slow")
-    said = list(best(Project(built), run))
-    lowest = min((loss, step) for step, loss in run.held_out.items() if step)
-    assert said[0].startswith(f"slow: step {lowest[1]}, held-out loss")
-    assert said[-1] == f"to export it: latentmill export --run slow --step {lowest[1]}"
+        assert picture.width > 3 * 32
 
 
 def test_the_marked_checkpoint_is_the_best_for_every_command_and_stays_marked(project, tmp_path):
@@ -395,21 +374,19 @@ def test_the_page_compares_two_checkpoints_marks_one_and_gives_each_run_a_colour
     assert len(set(swatches.values())) == 3
     curves = html.unescape(page.get("/fragment/training").text)
     assert f'"line": {{"color": "{swatches["slow"]}"}}' in curves
-    for run, step, code in (
-        ("slow", "4", 200),
-        ("slow", "3", 400),
-        ("slow", "²", 400),
-        ("nothing", "4", 400),
-        ("slow", "-1", 400),
-    ):
+    wrong = (("slow", "3"), ("slow", "²"), ("nothing", "4"), ("slow", "-1"))
+    for run, step, code in (("slow", "4", 200), *((*each, 400) for each in wrong)):
         said = page.post("/do/mark", json={"run": run, "step": step}, headers={"x-token": "secret"})
         assert said.status_code == code and len(said.text.splitlines()) == 1
     assert find_run(Project(project), "slow").marked_step == 4
     assert re.search(r'<option value="4" selected>', page.get("/fragment/compare").text)
 
 
-def test_best_goes_by_scores_if_asked_and_refuses_without_any(built, monkeypatch):
+def test_best_goes_by_the_held_out_loss_or_by_scores_if_asked_and_refuses_without_any(built, monkeypatch):
     run = find_run(Project(built), "slow")
+    said, lowest = list(best(Project(built), run)), min((loss, step) for step, loss in run.held_out.items() if step)
+    assert said[0].startswith(f"slow: step {lowest[1]}, held-out loss")
+    assert said[-1] == f"to export it: latentmill export --run slow --step {lowest[1]}"
     with pytest.raises(
         ValueError, match=r"slow: nothing tells its . checkpoints apart; hold data out .* score the results .* make evaluate"
     ):
@@ -430,7 +407,7 @@ def test_of_equal_scores_the_earliest_checkpoint_is_the_best_for_best_and_for_se
     assert since_best(scores) == 1
 
 
-def test_wrong_names_of_runs_are_one_line(project):
+def test_a_chosen_run_brings_its_settings_given_overrides_win_and_wrong_names_are_one_line(project):
     opened = Project(project)
     with pytest.raises(ValueError, match=r"there is no run 'slov'; did you mean slow\?; there are"):
         find_run(opened, "slov")
@@ -440,10 +417,6 @@ def test_wrong_names_of_runs_are_one_line(project):
         rename(opened, find_run(opened, "slow"), "../up")
     with pytest.raises(ValueError, match="there is no run"):
         Project(project, training_run="nothing")
-
-
-def test_a_chosen_run_brings_its_settings_and_given_overrides_win(project):
-    opened = Project(project)
     choose(opened, "slow", ["train.steps=9"])
     assert (opened.config.sections["train"].lr, opened.config.sections["train"].steps) == (0.001, 9)
 
@@ -463,18 +436,3 @@ def test_without_the_inputs_of_the_present_settings_no_run_is_called_the_present
     shutil.rmtree(project / "tables" / "embeddings")
     assert [run.current for run in find_runs(Project(project))] == [False] * 3
     assert " *" not in list_runs(Project(project))
-
-
-@dataclass(frozen=True)
-class Plain:
-    """The settings of a training stage that has no steps to count and no adapter to start from."""
-
-
-def test_a_stage_that_has_no_initial_adapter_is_not_told_to_start_from_one(project, monkeypatch):
-    projects.edit(project, "lr = 0.002", "lr = 0.005")
-    projects.add_image(project, "new.png", seed=9)
-    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
-    opened = Project(project)
-    assert len(list(news(opened, "train"))) == 2
-    monkeypatch.setitem(opened.config.sections, "train", Plain())
-    assert len(list(news(opened, "train"))) == 1
