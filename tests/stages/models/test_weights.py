@@ -14,9 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.models import weights
-from stages.models.flux2.load import load_flux2, to_diffusers
-from stages.models.folders import locate
-from stages.text_to_image.families import TINY_TRANSFORMER, family
+from stages.models.flux2.load import load_flux2
+from stages.text_to_image.families import family
 from tests import checkpoints
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
@@ -72,23 +71,18 @@ def test_a_tensor_that_is_missing_unexpected_or_of_another_shape_is_named(tmp_pa
         assert set(weights.load_component(tmp_path, SHAPES, ignore=lambda key: key == "c.weight")) == set(SHAPES)
 
 
-def test_shards_are_read_by_their_index(tmp_path):
-    write_shards(tmp_path)
+def test_shards_are_read_by_their_index_and_a_missing_one_and_a_tensor_in_two_of_them_are_named(tmp_path):
+    whole, places = arrays(), {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}
+    for key, name in places.items():
+        save_file({key: whole[key]}, tmp_path / name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (tmp_path / "other.safetensors").write_bytes(b"not a shard")
     assert set(weights.load_component(tmp_path, SHAPES)) == set(SHAPES)
-
-
-def test_a_missing_shard_is_named(tmp_path):
-    write_shards(tmp_path)
+    save_file(whole, tmp_path / "model-2.safetensors")
+    with pytest.raises(ValueError, match="in more than one file"):
+        weights.load_component(tmp_path, SHAPES)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks model-2\.safetensors of the 2 files"):
-        weights.load_component(tmp_path, SHAPES)
-
-
-def test_a_tensor_that_two_shards_hold_is_refused(tmp_path):
-    write_shards(tmp_path)
-    save_file(arrays(), tmp_path / "model-2.safetensors")
-    with pytest.raises(ValueError, match="in more than one file"):
         weights.load_component(tmp_path, SHAPES)
 
 
@@ -100,16 +94,12 @@ def test_a_folder_without_weights_is_reported_with_the_names_looked_for(tmp_path
 def test_every_other_file_is_read_where_two_differ_only_in_precision(tmp_path):
     for name in ("model.safetensors", "model.fp16.safetensors", "other.safetensors", "third.bf16.safetensors"):
         save_file(arrays(), tmp_path / name)
-    assert [f.name for f in weights.weight_files(tmp_path)] == [
-        "model.safetensors",
-        "other.safetensors",
-        "third.bf16.safetensors",
-    ]
+    found = [file.name for file in weights.weight_files(tmp_path)]
+    assert found == ["model.safetensors", "other.safetensors", "third.bf16.safetensors"]
 
 
 def test_weights_of_an_unknown_dtype_are_refused_by_name(tmp_path):
-    head = json.dumps({"a.weight": {"dtype": "F8_E8M0", "shape": [4, 3], "data_offsets": [0, 12]}}).encode()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(12))
+    written(tmp_path / "m.safetensors", {"a.weight": entry(0, 12, [4, 3], "F8_E8M0")}, bytes(12))
     with pytest.raises(ValueError, match=r"a\.weight is F8_E8M0; fetch the bfloat16 weights"):
         weights.load_component(tmp_path, SHAPES)
 
@@ -124,14 +114,6 @@ def test_casting_holds_no_more_than_one_tensor_twice(tmp_path):
     assert held <= 8 * 2 * 512 * 512 * 1.05
     assert mx.get_peak_memory() - before <= held + 2 * 4 * 512 * 512
     del read
-
-
-def write_shards(folder):
-    whole = arrays()
-    places = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}
-    for key, name in places.items():
-        save_file({key: whole[key]}, folder / name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def written(path, header, data=b""):
@@ -191,15 +173,20 @@ def test_a_named_pipe_as_weights_is_not_waited_for(tmp_path):
         weights.read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 4, -1])
-def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path, monkeypatch, wrong, place):
+@pytest.mark.parametrize(("wrong", "place"), [(np.nan, 0), (np.inf, 4), (-np.inf, -1)])
+def test_weights_that_are_not_finite_or_that_a_cast_makes_so_are_refused_with_the_tensors_name(
+    tmp_path, monkeypatch, wrong, place
+):
     monkeypatch.setattr(weights, "STRETCH", 4)
     damaged = arrays()
     damaged["a.weight"].reshape(-1)[place] = wrong
     save_file(damaged, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"a\.weight has values that are infinite or not a number"):
         weights.load_component(tmp_path, SHAPES)
+    save_file(arrays() | {"b.weight": np.full(5, 1e30, np.float32)}, tmp_path / "model.safetensors")
+    assert weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
+    with pytest.raises(ValueError, match=r"b\.weight has values that are infinite"):
+        weights.load_component(tmp_path, SHAPES, dtype=mx.float16)
 
 
 def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_after():
@@ -212,81 +199,33 @@ def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_aft
     assert len(noted) == 4
 
 
-def test_a_weight_that_a_cast_makes_infinite_is_refused(tmp_path):
-    save_file(arrays() | {"b.weight": np.full(5, 1e30, np.float32)}, tmp_path / "model.safetensors")
-    assert weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
-    with pytest.raises(ValueError, match=r"b\.weight has values that are infinite"):
-        weights.load_component(tmp_path, SHAPES, dtype=mx.float16)
-
-
-SIZES = {**TINY_TRANSFORMER, "joint_attention_dim": 96, "guidance_embeds": True}
-TINY = family("tiny")
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    import torch
-    from diffusers import Flux2Transformer2DModel
-
-    torch.manual_seed(2)
-    return Flux2Transformer2DModel(**SIZES).eval()
-
-
-def loaded(path: Path) -> dict[str, mx.array]:
-    found: dict[str, mx.array] = {}
-    load_flux2(path, TINY, mx.float32, lambda name, weight: found.setdefault(name, weight))
-    return found
-
-
-@pytest.mark.parametrize("spelling", ["diffusers", "", "model.diffusion_model."], ids=["diffusers", "bfl", "comfyui"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize(
-    ("scales", "ending"), [("none", ""), ("tensor", "weight_scale"), ("row", "weight_scale"), ("tensor", "scale_weight")]
-)
-def test_fp8_weights_are_their_own_unpacked_values(
-    reference: Any, tmp_path: Path, spelling: str, dtype: str, scales: str, ending: str
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+@pytest.mark.parametrize("prefix", [None, "model.diffusion_model.", "diffusion_model."])
+def test_a_transformer_in_8_or_16_bits_is_read_by_the_names_of_diffusers_and_of_single_files_after_each_prefix(
+    dtype: str, prefix: str | None, tmp_path: Path
 ) -> None:
     import torch
     from safetensors.torch import save_file
 
-    plain = spelling == "diffusers"
-    arrays = reference.state_dict() if plain else checkpoints.as_single_file(reference.state_dict(), spelling)
-    stored, values = checkpoints.in_fp8(arrays, getattr(torch, dtype), scales, ending)
-    save_file({key: value.contiguous() for key, value in stored.items()}, tmp_path / "model.safetensors")
-    save_file({key: value.contiguous() for key, value in values.items()}, tmp_path / "plain.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    packed, dense = (loaded(tmp_path / f"{name}.safetensors") for name in ("model", "plain"))
-    assert packed.keys() == dense.keys() == reference.state_dict().keys()
-    for name, value in dense.items():
-        np.testing.assert_array_equal(np.array(packed[name]), np.array(value), name)
-
-
-def test_a_single_file_is_renamed_as_diffusers_does(reference: Any) -> None:
-    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
-
-    single = checkpoints.as_single_file(reference.state_dict())
-    found = to_diffusers({name: mx.array(value.numpy()) for name, value in single.items()})
-    expected = convert_flux2_transformer_checkpoint_to_diffusers(single)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(np.array(found[name]), value.numpy(), name)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("spelling", ["diffusers", "", "diffusion_model."])
-def test_half_precision_files_of_every_spelling_hold_the_same_weights(
-    reference: Any, tmp_path: Path, spelling: str, dtype: str
-) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    halves = {key: value.to(getattr(torch, dtype)) for key, value in reference.state_dict().items()}
-    given = halves if spelling == "diffusers" else checkpoints.as_single_file(halves, spelling)
-    save_file({key: value.contiguous() for key, value in given.items()}, tmp_path / "m.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    found = loaded(tmp_path / "m.safetensors")
-    for name, value in halves.items():
-        np.testing.assert_array_equal(np.array(found[name]), value.float().numpy(), name)
+    record, draw = family("tiny"), torch.Generator().manual_seed(2)
+    shapes = record.architecture.transformer_config(None, record).shapes()
+    given = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    named = given if prefix is None else checkpoints.as_single_file(given, prefix)
+    kind = getattr(torch, dtype)
+    if "float8" in dtype:
+        scales, ending = {None: ("row", "weight_scale"), "diffusion_model.": ("tensor", "scale_weight")}.get(prefix, ("none", ""))
+        stored, values = checkpoints.in_fp8(named, kind, scales, ending)
+    else:
+        stored = {key: value.to(kind) for key, value in named.items()}
+        values = {key: value.float() for key, value in stored.items()}
+    for file, tensors in (("stored", stored), ("plain", values)):
+        save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / f"{file}.safetensors")
+    found, plain = (
+        checkpoints.weights_of(load_flux2(tmp_path / f"{n}.safetensors", record, mx.float32)) for n in ("stored", "plain")
+    )
+    assert found.keys() == plain.keys() == shapes.keys()
+    for name, value in plain.items():
+        np.testing.assert_array_equal(np.array(found[name]), np.array(value), name)
 
 
 QUANTISED = {"a.weight": (4, 64)}
@@ -304,12 +243,11 @@ QUANTISED = {"a.weight": (4, 64)}
         ({"a.weight_scale": mx.array(float("nan"))}, "infinite or not a number"),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_scales_that_do_not_fit_are_one_line(arrays: dict[str, mx.array], said: str, dtype: str, tmp_path: Path) -> None:
+def test_scales_that_do_not_fit_are_one_line(arrays: dict[str, mx.array], said: str, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    stored = {"a.weight": torch.ones(4, 64).to(getattr(torch, dtype))}
+    stored = {"a.weight": torch.ones(4, 64).to(torch.float8_e4m3fn)}
     save_file(stored | {name: torch.tensor(np.array(value)) for name, value in arrays.items()}, tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match=said) as error:
         weights.load_component(tmp_path, QUANTISED)
@@ -339,20 +277,3 @@ def test_a_quantised_layer_whose_parts_contradict_each_other_is_one_line(
     with pytest.raises(ValueError, match=said) as error:
         weights.load_component(tmp_path, QUANTISED)
     assert "\n" not in str(error.value)
-
-
-def test_a_single_file_is_found_with_its_precision_in_its_name(tmp_path: Path) -> None:
-    klein = family("klein-4b")
-    for name in ("flux-2-klein-base-4b.safetensors", "flux-2-klein-4b-nvfp4.safetensors", "qwen_3_4b_fp8_mixed.safetensors"):
-        (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=r"looked for transformer/, flux-2-klein-4b\.safetensors"):
-        locate(tmp_path, "transformer", klein)
-    (tmp_path / "flux-2-klein-4b-fp8.safetensors").touch()
-    assert locate(tmp_path, "transformer", klein).name == "flux-2-klein-4b-fp8.safetensors"
-    assert locate(tmp_path, "text_encoder", klein).name == "qwen_3_4b_fp8_mixed.safetensors"
-    (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "Qwen3-4B-Q4_K_M.gguf").touch()
-    assert locate(tmp_path / "gguf", "text_encoder", klein).name == "Qwen3-4B-Q4_K_M.gguf"
-    (tmp_path / "flux-2-klein-4b_bf16.safetensors").touch()
-    with pytest.raises(ValueError, match=r"has flux-2-klein-4b-fp8\.\w+ and flux-2-klein-4b_bf16\.\w+: remove one"):
-        locate(tmp_path, "transformer", klein)

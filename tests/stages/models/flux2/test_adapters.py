@@ -25,34 +25,18 @@ def test_an_alpha_by_a_pattern_of_peft_goes_before_the_common_one(patterns: dict
     assert read(tmp_path, PAIR, lora_adapter_metadata=json.dumps(config | {"transformer.alpha_pattern": {}})) == {NAME: 2.0}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        [1],
-        "x",
-        {"lora_alpha": "x"},
-        {"lora_alpha": None},
-        {"lora_alpha": 10**400},
-        {"alpha_pattern": [NAME]},
-        {"alpha_pattern": {"(": 2}},
-        {"alpha_pattern": {"(a+)+x": 2}},
-        {"alpha_pattern": {".*.*.*.*": 2}},
-        {"alpha_pattern": {"a{99999999999}": 2}},
-        {"alpha_pattern": {NAME: "x"}},
-    ],
-)
-def test_settings_of_peft_that_are_none_are_refused_in_one_line(config: object, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.safetensors: ") as error:
-        read(tmp_path, PAIR, lora_adapter_metadata=json.dumps(config))
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+PEFT = [[1], "x", {"lora_alpha": "x"}, {"lora_alpha": None}, {"lora_alpha": 10**400}]
+PEFT += [{"alpha_pattern": pattern} for pattern in ([NAME], {NAME: "x"}, *({regex: 2} for regex in ("(", "(a+)+x", ".*.*.*.*")))]
+PEFT += [{"alpha_pattern": {"a{99999999999}": 2}}]
+OTHERS = [{"scales": "[1]"}, {"scales": json.dumps({NAME: None})}, {"alpha": "x"}, {"alpha": "[1]"}]
 
 
-@pytest.mark.parametrize("header", [{"scales": "[1]"}, {"scales": json.dumps({NAME: None})}, {"alpha": "x"}, {"alpha": "[1]"}])
-def test_scales_in_the_header_that_are_none_are_refused_in_one_line(header: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", [*({"lora_adapter_metadata": json.dumps(each)} for each in PEFT), *OTHERS], ids=str)
+def test_settings_in_a_header_that_are_none_are_refused_in_one_line(header: dict[str, str], tmp_path: Path) -> None:
     assert read(tmp_path, OWN, alpha="8", scales=json.dumps({"other": 3})) == {NAME: 2.0}
     with pytest.raises(ValueError, match=r"a\.safetensors: ") as error:
-        read(tmp_path, OWN, **header)
-    assert "\n" not in str(error.value)
+        read(tmp_path, PAIR if "lora_adapter_metadata" in header else OWN, **header)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("there", ["a", "b"])

@@ -28,10 +28,10 @@ def scheduler(tokens: int, steps: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 9216])
-@pytest.mark.parametrize("steps", [1, 4, 28, 50])
-def test_the_noise_levels_are_those_of_diffusers(tokens: int, steps: int) -> None:
-    np.testing.assert_allclose(sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("tokens", [16, 4096, 4300, 4301, 9216])
+def test_the_noise_levels_are_those_of_diffusers(tokens: int) -> None:
+    for steps in (1, 4, 50):
+        np.testing.assert_allclose(sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
 
 
 def test_zero_steps_are_refused() -> None:
