@@ -19,19 +19,20 @@ def relative_error(found: mx.array, true: mx.array) -> float:
     return (mx.linalg.norm((found - true).flatten()) / mx.linalg.norm(true.flatten())).item()
 
 
+def agree(ours, q, k, v, dy, of_result=1e-6, of_gradients=2e-6):
+    """`ours` is plain attention, and so are its gradients."""
+    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
+    (y,), grads = mx.vjp(ours, [q, k, v], [dy])
+    assert y.shape == q.shape and relative_error(y, true) < of_result
+    for found, wanted in zip(grads, true_grads, strict=True):
+        assert relative_error(found, wanted) < of_gradients
+
+
 @pytest.mark.parametrize(("queries", "keys", "rows"), [(40, 40, 8), (37, 37, 8), (5, 29, 2), (16, 16, 16), (7, 3, 100)])
 def test_chunked_attention_and_its_gradients_are_those_of_plain_attention(queries, keys, rows):
-    q, k, v, dy = (
-        random_array(2, 3, queries, 16),
-        random_array(2, 3, keys, 16),
-        2 * random_array(2, 3, keys, 16) + 1,
-        random_array(2, 3, queries, 16)[::-1],
-    )
-    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
-    (y,), grads = mx.vjp(lambda q, k, v: chunked(q, k, v, 0.25, rows), [q, k, v], [dy])
-    assert relative_error(y, true) < 1e-6
-    for found, wanted in zip(grads, true_grads, strict=True):
-        assert relative_error(found, wanted) < 2e-6
+    q, dy = random_array(2, 3, queries, 16), random_array(2, 3, queries, 16)[::-1]
+    k, v = random_array(2, 3, keys, 16), 2 * random_array(2, 3, keys, 16) + 1
+    agree(lambda q, k, v: chunked(q, k, v, 0.25, rows), q, k, v, dy)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -39,11 +40,7 @@ def test_attention_that_keeps_its_probabilities_is_plain_attention_with_its_grad
     q, k, v, dy = (random_array(2, 3, 20 + n, 16) + n for n in (0, 1, 1, 0))
     if strided:
         q, k, v, dy = (mx.contiguous(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v, dy))
-    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
-    (y,), grads = mx.vjp(lambda q, k, v: kept(0.25 * q, k, v, most=1), [q, k, v], [dy])
-    assert relative_error(y, true) < 2e-6
-    for found, wanted in zip(grads, true_grads, strict=True):
-        assert relative_error(found, wanted) < 4e-6
+    agree(lambda q, k, v: kept(0.25 * q, k, v, most=1), q, k, v, dy, 2e-6, 4e-6)
 
 
 def test_attention_runs_in_chunks_if_its_scores_are_too_large_with_the_same_result(monkeypatch):
@@ -61,12 +58,7 @@ def test_attention_runs_in_chunks_if_its_scores_are_too_large_with_the_same_resu
 def test_padded_query_rows_change_neither_result_nor_gradients(monkeypatch):
     monkeypatch.setattr(module, "fused_gradient", lambda q: True)
     q, k, v, dy = (random_array(1, 2, 37, 8) + i for i in range(4))
-    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
-    (y,), grads = mx.vjp(lambda q, k, v: attention(q, k, v, 8**-0.5), [q, k, v], [dy])
-    assert y.shape == q.shape
-    assert relative_error(y, true) < 1e-6
-    for found, wanted in zip(grads, true_grads, strict=True):
-        assert relative_error(found, wanted) < 2e-6
+    agree(lambda q, k, v: attention(q, k, v, 8**-0.5), q, k, v, dy)
 
 
 def test_a_gradient_by_chunks_holds_one_chunk_and_not_the_matrix():
@@ -138,11 +130,7 @@ def test_divided_attention_and_its_gradients_are_those_of_plain_attention(querie
     monkeypatch.setattr(kernels, "limited", lambda: True)
     monkeypatch.setattr(kernels, "LIMIT", 4.0 * 2 * 3 * 16 * keys * 10)  # ten query rows
     q, k, v, dy = (random_array(2, 3, rows, 16) for rows in (queries, keys, keys, queries))
-    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
-    (y,), grads = mx.vjp(lambda q, k, v: divided(q, k, v, 0.25), [q, k, v], [dy])
-    assert relative_error(y, true) < 2e-6
-    for found, wanted in zip(grads, true_grads, strict=True):
-        assert relative_error(found, wanted) < 4e-6
+    agree(lambda q, k, v: divided(q, k, v, 0.25), q, k, v, dy, 2e-6, 4e-6)
 
 
 def test_asking_whether_mlx_keeps_scores_computes_nothing_and_leaves_the_peak_memory_of_the_process():

@@ -47,20 +47,15 @@ def test_the_features_are_those_of_pytorch_on_the_stored_weights():
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("change", ["missing", "shape"])
-def test_another_networks_file_is_refused(tmp_path, change):
+def test_another_networks_file_and_one_that_was_cut_short_are_refused(tmp_path):
     arrays = load_file(IMAGE_WEIGHTS)
     head = arrays.pop("_conv_head.weight")
-    if change == "shape":
-        arrays["_conv_head.weight"] = np.ascontiguousarray(head[:-1])
-    save_file(arrays, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="_conv_head"):
-        EfficientNet.load(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
-def test_a_file_that_was_cut_short_is_refused(tmp_path, share):
+    for changed in (arrays, arrays | {"_conv_head.weight": np.ascontiguousarray(head[:-1])}):
+        save_file(changed, tmp_path / "a.safetensors")
+        with pytest.raises(ValueError, match="_conv_head"):
+            EfficientNet.load(tmp_path / "a.safetensors")
     data = IMAGE_WEIGHTS.read_bytes()
-    (tmp_path / "a.safetensors").write_bytes(data[: int(share * len(data))])
-    with pytest.raises(ValueError, match=r"a\.safetensors cannot be read"):
-        EfficientNet.load(tmp_path / "a.safetensors")
+    for share in (0.0, 0.001, 0.5, 0.999):
+        (tmp_path / "a.safetensors").write_bytes(data[: int(share * len(data))])
+        with pytest.raises(ValueError, match=r"a\.safetensors cannot be read"):
+            EfficientNet.load(tmp_path / "a.safetensors")
