@@ -47,18 +47,11 @@ PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         ("tokenizer.json", None, r"tokenizer\.json is not a tokenizer\.json: "),
         ("tokenizer.json", {"normalizer": PANICS}, r"tokenizer\.json is not a tokenizer\.json: "),
         ("tokenizer_config.json", None, r"tokenizer_config\.json: not valid JSON"),
-        (
-            "tokenizer_config.json",
-            {"pad_token": None},
-            r"no pad_token in tokenizer_config\.json; it should be <\|endoftext",
+        ("tokenizer_config.json", {"pad_token": None}, r"no pad_token in tokenizer_config\.json; it should be <\|endoftext"),
+        *(
+            ("tokenizer_config.json", {"added_tokens_decoder": wrong}, "added_tokens_decoder in .* cannot be read: ")
+            for wrong in ({"7": {"lstrip": []}}, {"x": {}}, 7)
         ),
-        (
-            "tokenizer_config.json",
-            {"added_tokens_decoder": {"7": {"lstrip": []}}},
-            "added_tokens_decoder in .* cannot be read: ",
-        ),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder in .* cannot be read: "),
-        ("tokenizer_config.json", {"added_tokens_decoder": 7}, "added_tokens_decoder in .* cannot be read: "),
     ],
 )
 def test_a_damaged_file_of_a_tokenizer_is_one_line(
@@ -127,13 +120,13 @@ def test_no_code_in_the_folder_of_a_tokenizer_runs(tiny_weights: Path, tmp_path:
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path, name: str) -> None:
-    file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "piped") / name
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(ValueError, match=f"{re.escape(name)} is not a regular file"):
-        PromptTokenizer(file.parent, TINY)
+def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / name) / name
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is not a regular file"):
+            PromptTokenizer(file.parent, TINY)
 
 
 # As the templates of Qwen3 and Mistral Small have it: branches for tools and documents, a namespace, marks of white space.
