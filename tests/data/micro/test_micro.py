@@ -36,7 +36,7 @@ APPLE, OWL = "a red apple on a blue background", "an owl on a yellow background"
 TEXTS = (APPLE, OWL, "")
 DRAWN = ((APPLE, (128, 128)), (OWL, (96, 160)))  # texts, and the height and width of their pictures
 BLUE, YELLOW = (44, 104, 216), (255, 218, 62)  # as in the training pictures
-STEPS = 8
+STEPS = 4
 SEED = 3  # of the starting noise
 NEAR = 1e-3  # largest difference of two pictures, values from 0 to 1
 ULP = 2**-7  # largest relative distance between neighbouring bfloat16 numbers
@@ -63,35 +63,15 @@ def embeddings() -> Words:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkpoint, Path]:
-    """A checkpoint with a random LoRA on every Linear of the blocks, and its exported file."""
-    folder = tmp_path_factory.mktemp("adapter")
-
-    shapes = Flux2Config.from_dict(MICRO.transformer).shapes()
-    linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
-    rng = np.random.default_rng(7)
-    arrays = {
-        name: mx.array(rng.normal(0, 0.2, array.shape).astype(np.float32)) if name.endswith(B) else array
-        for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
-    }
-    about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
-    saved = checkpoint.save(writer_into(folder), 1, arrays, {}, TRAIN.batch.empty_table(), about, {})
-    file = write_adapter(
-        saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={}
-    )
-    return saved, file
-
-
-@pytest.fixture(scope="module")
 def pictures(embeddings: Words) -> dict[str, np.ndarray]:
     return {text: by_us(embeddings, text, shape) for text, shape in DRAWN}
 
 
-def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint | None = None) -> np.ndarray:
+def by_us(words: Words, text: str, shape: Shape, adapter: Path | None = None) -> np.ndarray:
     """As the samples stage does, without rounding to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
-    adapters = Adapters("saved", files=lambda: [(adapter.folder / checkpoint.ADAPTER, 1.0)] if adapter else [])
+    adapters = Adapters("saved", files=lambda: [(adapter, 1.0)] if adapter else [])
     predict = adapted_forward(model, read_adapters(adapters, MICRO, model)) if adapter else None
     settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "predict": predict}
     autoencoder = load_autoencoder(FOLDER / "vae", MICRO, mx.float32)
@@ -132,9 +112,22 @@ def test_diffusers_draws_the_picture_that_we_draw(
 
 
 def test_with_our_exported_lora_diffusers_draws_the_picture_that_we_draw_with_the_lora(
-    diffusers: Any, embeddings: Words, pictures: dict[str, np.ndarray], adapted: tuple[checkpoint.Checkpoint, Path]
+    diffusers: Any, embeddings: Words, pictures: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    (saved, file), (text, shape) = adapted, DRAWN[0]
+    shapes = Flux2Config.from_dict(MICRO.transformer).shapes()
+    linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
+    rng = np.random.default_rng(7)
+    arrays = {
+        name: mx.array(rng.normal(0, 0.2, array.shape).astype(np.float32)) if name.endswith(B) else array
+        for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
+    }
+    about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
+    saved = (
+        checkpoint.save(writer_into(tmp_path), 1, arrays, {}, TRAIN.batch.empty_table(), about, {}).folder / checkpoint.ADAPTER
+    )
+    file = write_adapter(saved, MICRO, tmp_path / "out", "diffusers", dtype="float32", metadata={})
+
+    text, shape = DRAWN[0]
     ours = by_us(embeddings, text, shape, saved)
     diffusers.load_lora_weights(str(file.parent), weight_name=file.name)
     try:
@@ -177,15 +170,6 @@ def test_the_model_cards_code_draws_a_picture_with_the_familys_numbers(monkeypat
     assert scope["picture"].size == (said["width"], said["height"])
 
 
-def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
-    for folder in ("transformer", "vae", "text_encoder"):
-        files = sorted((FOLDER / folder).glob("*.safetensors"))
-        arrays = {name: array for file in files for name, array in mx.load(str(file)).items() if not name.startswith("bn.")}
-        (row,) = (line for line in CARD.splitlines() if line.startswith(f"| `{folder}` "))
-        numbers = sum(array.size for array in arrays.values()), sum(file.stat().st_size for file in files)
-        assert row.endswith("| {:,} | {:,} |".format(*numbers))
-
-
 def test_the_training_logs_its_arguments_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -201,15 +185,17 @@ def test_the_training_logs_its_arguments_without_naming_a_folder(tmp_path: Path,
         assert not re.search(r"[/\\]", log.read_text(encoding="utf-8"))
 
 
-def test_the_folder_is_small_enough_to_lie_in_the_repository() -> None:
-    files = [file for file in FOLDER.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    assert sum(file.stat().st_size for file in files) <= MOST
-
-
-def test_the_files_have_the_sizes_of_the_familys_record() -> None:
+def test_the_folder_is_small_and_its_files_have_the_sizes_of_the_familys_record_and_of_the_model_card() -> None:
+    every = [file for file in FOLDER.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in every) <= MOST
     for folder, config, record in (
         ("transformer", Flux2Config, MICRO.transformer),
         ("vae", AutoencoderConfig, MICRO.autoencoder),
         ("text_encoder", Qwen3Config, MICRO.text_encoder),
     ):
         assert config.from_dict(read_config(FOLDER / folder) or {}) == config.from_dict(record)
+        files = sorted((FOLDER / folder).glob("*.safetensors"))
+        arrays = {name: array for file in files for name, array in mx.load(str(file)).items() if not name.startswith("bn.")}
+        (row,) = (line for line in CARD.splitlines() if line.startswith(f"| `{folder}` "))
+        numbers = sum(array.size for array in arrays.values()), sum(file.stat().st_size for file in files)
+        assert row.endswith("| {:,} | {:,} |".format(*numbers))

@@ -109,11 +109,15 @@ def record(sizes):
     return replace(family("tiny"), text_layers=sizes.text_layers, text_tokens=sizes.text_tokens)
 
 
-def test_a_second_call_continues_where_the_first_ended(trained):
-    begun = [line for line in trained[1] if line["about"] == "base" and "Qwen3ForCausalLM" in line]
-    ended = [line for line in trained[1] if "done" in line]
+def test_a_second_call_continues_where_the_first_ended_and_the_log_says_what_was_shown(trained):
+    about = {kind: [line for line in trained[1] if line["about"] == kind] for kind in ("base", "sprites", "corpus")}
+    begun = [line for line in about["base"] if "Qwen3ForCausalLM" in line]
+    ended = [line for line in about["base"] if "done" in line]
     assert begun[0]["step"] == 0 and 0 < begun[1]["step"] == ended[0]["step"] < ended[1]["step"]
     assert ended[1]["seconds"] >= 0.04 * 60 and ended[1]["done"]
+    shown = about["sprites"][0]
+    assert (shown["flat"], shown["solid"], shown["concepts"]) == (6, 5, 6), "a held-out concept is shown in its own style"
+    assert 0.8 < about["corpus"][0]["std"] < 1.2
 
 
 def test_a_training_can_start_from_an_exported_folder_and_keeps_its_autoencoder_and_tokenizer(trained, sizes, tmp_path):
@@ -127,12 +131,6 @@ def test_a_training_can_start_from_an_exported_folder_and_keeps_its_autoencoder_
     assert (tmp_path / "micro" / name).read_bytes() != (work / "micro" / name).read_bytes()
 
 
-def test_held_out_concepts_are_not_shown_to_the_autoencoder_in_their_own_style(trained):
-    assert next(line for line in trained[1] if line["about"] == "sprites") | {"flat": 6, "solid": 5, "concepts": 6} == next(
-        line for line in trained[1] if line["about"] == "sprites"
-    )
-
-
 def test_the_tar_files_hold_the_whole_folder(trained, tmp_path):
     work = trained[0]
     for packed in (work / "out").glob("micro-*.tar"):
@@ -143,12 +141,10 @@ def test_the_tar_files_hold_the_whole_folder(trained, tmp_path):
     assert list((work / "out").glob("samples-*.png")) and (work / "out" / "autoencoder.png").is_file()
 
 
-def test_the_prompt_form_is_the_projects_own():
-    assert (tokenizer.TEMPLATE, tokenizer.SPECIAL, tokenizer.CUT) == (
-        random_model.TEMPLATE,
-        random_model.SPECIAL,
-        random_model.CUT,
-    )
+def test_the_prompt_form_and_the_noise_levels_of_the_sample_sheet_are_the_projects_own():
+    for name in ("TEMPLATE", "SPECIAL", "CUT"):
+        assert getattr(tokenizer, name) == getattr(random_model, name)
+    assert np.allclose(draw.levels(64, 24), sampling.sigmas(64, 24))
 
 
 def test_one_text_has_one_encoding_in_training_in_diffusers_and_here(trained, sizes, pipe, record):
@@ -191,32 +187,20 @@ def test_one_picture_has_one_latent_in_training_and_here_and_comes_back_alike(tr
     assert np.allclose(np.array(model.decode(ours)), back.permute(0, 2, 3, 1).numpy(), atol=1e-3)
 
 
-def test_latents_are_normalised_to_unit_variance(trained):
-    corpus = next(line for line in trained[1] if line["about"] == "corpus")
-    assert 0.8 < corpus["std"] < 1.2
-
-
 def test_diffusers_draws_a_picture_from_the_folder_with_guidance(pipe, sizes):
     settings = {"max_sequence_length": sizes.text_tokens, "text_encoder_out_layers": sizes.text_layers}
     picture = pipe(prompt=PROMPT, height=96, width=160, num_inference_steps=2, guidance_scale=3.0, **settings).images[0]
     assert picture.size == (160, 96)
 
 
-def test_the_noise_levels_of_the_sample_sheet_are_the_projects():
-    assert np.allclose(draw.levels(64, 24), sampling.sigmas(64, 24))
-
-
-def test_muons_updates_are_orthogonal_and_of_the_size_of_adamws():
+def test_muons_updates_are_orthogonal_of_the_size_of_adamws_and_at_a_rate_by_the_clock():
     torch.manual_seed(0)
     tall, wide = optimizer.orthogonal([torch.randn(96, 32), 1e-3 * torch.randn(32, 64)])
     for update in (tall, wide):
         size = 0.2 * max(update.shape) ** 0.5
         assert torch.all((torch.linalg.svdvals(update) / size - 1).abs() < 0.4)
         assert 0.1 < update.square().mean().sqrt() < 0.3
-
-
-def test_the_rate_rises_holds_and_falls_with_the_clock():
-    rate = optimizer.rate
+    rate = optimizer.rate  # rises, holds and falls with the clock
     assert rate(0.0, 0) < 0.01 and rate(0.3, 1000) == 1 and 0.4 < rate(0.72, 1000) < 0.6 and rate(1.0, 1000) < 0.02
 
 
