@@ -26,16 +26,13 @@ def released(seed: int) -> dict[str, np.ndarray]:
     return {name: array.astype(np.float32) for name, array in found.items()}
 
 
-def test_the_stored_weights_are_small_and_those_that_the_readme_names():
+def test_the_stored_weights_are_small_and_those_that_the_readme_names_with_differences_of_auc_within_the_limit():
     readme = (ASSETS / "judges" / "README.md").read_text()
     assert IMAGE_WEIGHTS.stat().st_size <= 3_600_000
     assert file_sha256(IMAGE_WEIGHTS) in readme and file_sha256(TEXT_VECTORS) in readme
     assert convert.SOURCE_SHA256 in readme and texts.SOURCE_SHA256 in readme
     assert ImageEncoder.load().source_sha256 == convert.SOURCE_SHA256
-
-
-def test_the_readme_shows_differences_of_auc_within_the_limit():
-    rows = re.findall(r"\| AUC of (\w+) \| ([\d.]+) \| ([\d.]+) \|", (ASSETS / "judges" / "README.md").read_text())
+    rows = re.findall(r"\| AUC of (\w+) \| ([\d.]+) \| ([\d.]+) \|", readme)
     assert [name for name, _, _ in rows] == ["style", "real"]
     assert all(abs(float(one) - float(other)) <= 0.005 for _, one, other in rows)
 
@@ -90,14 +87,12 @@ def test_the_comparison_names_what_differs():
     assert found[0] == ("AUC of style", "1.0000", "0.0000", "-1.0000") and found[1][3] == "+0.0000"
 
 
-REFERENCES = EXAMPLE / "references"
-REAL = [json.loads(line) for line in (REFERENCES / "metadata.jsonl").read_text().splitlines()]
-
-
 def test_a_real_picture_ranks_its_own_text_far_better_than_by_chance():
-    rows = [{"kind": "real", "prompt": f"ohwx, {row['text']}", "path": row["file_name"]} for row in REAL[:12]]
-    found = with_agreement(rows, REFERENCES, REFERENCES, "ohwx")
-    assert np.mean([row["agreement_rank"] for row in found]) < 4, "6.5 by chance"
+    folder = EXAMPLE / "references"
+    real = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()[:8]]
+    rows = [{"kind": "real", "prompt": f"ohwx, {row['text']}", "path": row["file_name"]} for row in real]
+    found = with_agreement(rows, folder, folder, "ohwx")
+    assert np.mean([row["agreement_rank"] for row in found]) < 2.5, "4.5 by chance"
     assert np.mean([row["agreement"] for row in found]) > 0.1
 
 
@@ -105,4 +100,4 @@ def test_a_map_that_was_fitted_to_other_encoders_is_refused(tmp_path):
     arrays = {name: np.zeros(1, np.float32) for name in ("mean", "scale", "weight", "text")}
     save_file(arrays, tmp_path / "map.safetensors", {"images_sha256": "another", "texts_sha256": "of a test"})
     with pytest.raises(ValueError, match="fitted to other encoders"):
-        Agreement([REAL[0]["text"]], file=tmp_path / "map.safetensors")
+        Agreement(["a lion on a red background"], file=tmp_path / "map.safetensors")

@@ -25,8 +25,17 @@ def results(tmp_path_factory):
     project = small.make(folder / "project", verbs=6, things=5)
     experiment.prepare(project, folder / "tables")
     recipes = {"three steps": SETTINGS, "no step": SETTINGS | {"train.lr": 1e-12}}
-    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 60.0, recipes, workers=2)
-    return folder, project, recipes
+    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 60.0, recipes)
+    return folder, project
+
+
+@pytest.fixture(scope="module")
+def trained(results, tmp_path_factory):
+    """(the tables, the project at the settings of the run, its adapter)."""
+    folder, project = results
+    tables = experiment.load(folder / "tables", tmp_path_factory.mktemp("trained"))
+    chosen = experiment.Project(project, experiment.at_length(project, SETTINGS))
+    return tables, chosen, experiment.train(tables, chosen)[0]
 
 
 def test_scores_are_those_of_the_search():
@@ -37,25 +46,18 @@ def test_scores_are_those_of_the_search():
         assert np.abs(by.maxsim(queries, documents) - expected).max() < 1e-5
 
 
-def test_a_run_without_change_ranks_as_the_base_at_every_strength_and_so_does_strength_zero(results, tmp_path):
-    folder, project, _ = results
-    rows = experiment.read(folder / "out.jsonl")
+def test_a_run_without_change_ranks_as_the_base_at_every_strength_and_so_does_strength_zero(results, trained):
+    rows = experiment.read(results[0] / "out.jsonl")
     [base] = [row for row in rows if row["recipe"] == "base"]
     unchanged = [row["valid"] for row in rows if row["recipe"] == "no step" and "test" not in row]
     assert unchanged == [base["valid"]] * len(experiment.STRENGTHS)
-    tables = experiment.load(folder / "tables", tmp_path)
-    chosen = experiment.Project(project, experiment.at_length(project, SETTINGS))
-    adapter, _ = experiment.train(tables, chosen)
-    of = {share: experiment.ranks(tables, chosen, adapter, share, ("test",))["test"] for share in (0.0, 1.0)}
+    of = {share: experiment.ranks(*trained, share, ("test",))["test"] for share in (0.0, 1.0)}
     assert of[0.0] == base["test"] != of[1.0]
     assert len(base["test"]) > 3
 
 
-def test_pytorch_encodes_as_mlx_does_at_every_strength(results, tmp_path):
-    folder, project, _ = results
-    tables = experiment.load(folder / "tables", tmp_path)
-    chosen = experiment.Project(project, experiment.at_length(project, SETTINGS))
-    adapter, _ = experiment.train(tables, chosen)
+def test_pytorch_encodes_as_mlx_does_at_every_strength(trained):
+    _, chosen, adapter = trained
     draws = np.random.default_rng(0)
     texts = [draws.integers(3, 90, size=n).astype(np.int32) for n in (5, 40, 1)]
     found = {}
@@ -69,8 +71,7 @@ def test_pytorch_encodes_as_mlx_does_at_every_strength(results, tmp_path):
 
 
 def test_the_test_queries_are_read_for_the_base_and_the_recipe_that_is_best_on_the_validation_queries(results):
-    folder, _, _ = results
-    rows = experiment.read(folder / "out.jsonl")
+    rows = experiment.read(results[0] / "out.jsonl")
     best, strength = experiment.best_recipe(rows)
     tested = [(row["recipe"], row["strength"], row["seed"]) for row in rows if "test" in row]
     assert sorted(tested) == sorted([("base", 0.0, 0), (best, strength, 0), (best, strength, 1)])
