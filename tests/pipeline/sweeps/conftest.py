@@ -1,9 +1,12 @@
-"""The process that the sweeps fork."""
+"""The process that the sweeps fork, and the finished projects that they begin with."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.pipeline.sweeps import life
 from tests.pipeline.sweeps.forks import Forks
 
 
@@ -13,3 +16,17 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         with Forks(tmp_path_factory.mktemp("forks")) as made:
             yield made
+
+
+@pytest.fixture(scope="package")
+def finished(
+    forks: Forks, tmp_path_factory: pytest.TempPathFactory, seeded_weights: Callable[[str], Path]
+) -> Callable[[str], tuple[Path, dict[str, str]]]:
+    """A function family -> a finished project, never changed, and the digests of its results."""
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, dict[str, str]]:
+        folder = life.make(tmp_path_factory.mktemp(family) / "project", seeded_weights(family), family=family)
+        return folder, forks.call(life.completed, folder).value
+
+    return make

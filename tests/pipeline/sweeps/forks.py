@@ -5,7 +5,7 @@ preloaded. It counts the steps of a fork on the disk below a folder. It can kill
 as a full disk does, or record the steps.
 
     with Forks(folder) as forks:
-        done = forks.call("module:function", "argument", watch=project, kill=17)
+        done = forks.call(function, "argument", watch=project, kill=17)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,12 @@ KILLED = -signal.SIGKILL  # the exit code of a killed process
 FAILED = 70  # the exit code of a function that raised an exception
 SECONDS = 600  # after which a fork counts as hanging
 NOTES = 1 << 16  # bytes that a fork can leave in `notes`
-IMPORTED = (
+NEVER = ("Traceback", "panicked", "RUST_BACKTRACE", ".rs:", "Fatal Python")  # in what a user sees
+IMPORTED = (  # what functions import late is imported once, not in every fork
     *("duckdb", "lance", "mlx.core", "mlx.nn", "mlx.optimizers", "pyarrow.acero", "pyarrow.dataset", "pyarrow.parquet", "xxhash"),
-    *("PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "jinja2.sandbox", "tokenizers", "safetensors.numpy", "rich.progress"),
-    *("pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.process", "tests.pipeline.sweeps.life"),
+    *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "encodings.utf_8_sig", "jinja2.ext"),
+    *("jinja2.sandbox", "mcp.server.mcpserver", "numpy.ma", "numpy.random", "pathspec", "tokenizers", "safetensors.numpy"),
+    *("rich.progress", "pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.process", "tests.pipeline.sweeps.life"),
 )
 WALKED = ("schemas", "stages", "pipeline.commands", "pipeline.store", "pipeline.project", "pipeline.page")
 notes: mmap.mmap | None = None  # shared with the parent, so that it outlives a fork that is killed
@@ -95,14 +97,22 @@ class Forks:
         self.process.stdout.close()
 
     def call(
-        self, function: str, *arguments: Any, watch: Path | None = None, kill: int = 0, room: int = -1, record: Path | None = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        watch: Path | None = None,
+        kill: int = 0,
+        room: int = -1,
+        record: Path | None = None,
     ) -> Done:
-        """Call "module:name" in a fork, with JSON values. Steps on the disk are counted below `watch` and appended to `record`;
-        the fork is killed before step `kill` (0: never), and the disk is full after `room` bytes (-1: never).
+        """Call a function of a module in a fork, with JSON values or paths. Steps on the disk are counted below `watch` and
+        appended to `record`. The fork is killed before step `kill` (0: never), and the disk is full after `room` bytes (-1:
+        never).
         """
+        name = f"{function.__module__}:{function.__name__}"
         order = {
-            "function": function,
-            "arguments": arguments,
+            "function": name,
+            "arguments": [str(each) if isinstance(each, Path) else each for each in arguments],
             "watch": str(watch.resolve()) if watch else "",
             "kill": kill,
             "room": room,
@@ -114,8 +124,8 @@ class Forks:
         answer = self.process.stdout.readline()
         assert answer, "the process that is forked has ended"
         done = Done(**json.loads(answer))
-        assert done.code != FAILED, done.text
-        assert done.code in (KILLED, 0, 1, 2), f"{function} {arguments}: {done.code}\n{done.text}"
+        assert done.code in (KILLED, 0, 1, 2), f"{name} {arguments}: {done.code}\n{done.text}"
+        assert not any(each in done.text for each in NEVER), f"{name} {arguments}:\n{done.text}"
         return done
 
 

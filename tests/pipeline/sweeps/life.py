@@ -10,12 +10,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.store.rows import newest_per_key
 from tests import projects
 from tests.pipeline.sweeps.forks import mark, note
 
 Acknowledged = dict[str, int]  # folder of a table below tables/ -> rows that were committed
 STAGES = ("images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples", "scores")
+COMMANDS = (  # that write, and read a finished project
+    ("clean",),
+    ("clean", "--runs"),
+    ("verify",),
+    ("verify", "--repair"),
+    ("export",),
+    ("export", "--merged"),
+    ("publish",),
+    ("resize", "--rank", "1"),
+    ("report",),
+    ("captions", "--edit", "exports/captions.csv"),
+    ("query", "select path, width from images", "--csv", "exports/answer.csv"),
+    ("query", "select path, width from images", "--parquet", "exports/answer.parquet"),
+    ("generate", "a red cup"),
+)
 SETTINGS = (
     ('"a red thing"', '"a"'),
     ("[64, 96]", "[64]"),
@@ -35,7 +52,9 @@ def make(folder: Path, weights: Path, images: int = 3, family: str = "tiny") -> 
 
 
 def command(path: str, words: Sequence[str], before: Acknowledged, caption: str = "") -> None:
-    """Ends the process with the exit code; notes, and writes into the record of steps, the committed rows from `before` on."""
+    """Ends the process with the exit code; notes, and writes into the record of steps, the committed rows from `before` on.
+    Files that `words` name lie in the project.
+    """
     from pipeline import cli
     from pipeline.commands import clean
     from pipeline.store.table import Writer
@@ -67,6 +86,7 @@ def command(path: str, words: Sequence[str], before: Acknowledged, caption: str 
         mark(json.dumps({"rows": seen, "files": {each.name: _digest(each) for each in files}, "caption": caption}))
         leave(code)
 
+    os.chdir(path)
     note(seen)
     Writer._commit, Writer._replace = committed, replaced  # type: ignore[method-assign]
     clean._delete_table, os._exit = deleted, left  # type: ignore[assignment]
@@ -80,14 +100,13 @@ def write(path: str, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def recover(path: str, marked: Mapping[str, Any], caption: str) -> dict[str, Any]:
-    """What was lost, the temporary files that are left, and the digests of all results."""
+def recover(path: str, rows: Acknowledged, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """What was lost or is left, whether `verify` names damage before the next run, and the digests of all results."""
     from pipeline.commands.clean import clean
     from pipeline.project.project import Project
 
-    (Path(path) / "images/picture0.txt").write_text(caption)
-    problems = lost(path, marked.get("rows", {}))
-    for name, digest in marked.get("files", {}).items():
+    problems = lost(path, rows)
+    for name, digest in files.items():
         file = Path(path) / "exports" / name
         problems += [] if file.is_file() and _digest(file) == digest else [f"exports/{name} is lost"]
     named = bool(damaged(path))
@@ -101,7 +120,7 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
+def lost(path: str, acknowledged: Acknowledged) -> list[str]:
     """One line for each table that has fewer rows than were committed."""
     from pipeline.commands.status import states
     from pipeline.project.project import Project
@@ -136,16 +155,21 @@ def leftovers(path: str) -> list[str]:
         table = project.current(name)
         rows = table.index.read_newest()
         found += map(str, table.unnamed_files(rows, rows))
-    return found + temporary(path)
+    return found + temporary(Path(path))
 
 
-def temporary(path: str) -> list[str]:
-    return [str(each) for each in Path(path).rglob("*") if each.name.startswith(".tmp-") or each.name == "damaged"]
+def temporary(folder: Path) -> list[str]:
+    return [str(each) for each in folder.rglob("*") if each.name.startswith(".tmp-") or each.name == "damaged"]
 
 
 def completed(path: str) -> dict[str, str]:
     projects.build(Path(path))
     return digests(path)
+
+
+def compared(folder: Path, name: str) -> pa.Table:
+    rows = projects.content(folder, name)
+    return rows.drop_columns([each for each in rows.column_names if each in ("inode", "mtime_ns")])  # of a copied file
 
 
 def digests(path: str) -> dict[str, str]:
@@ -155,8 +179,7 @@ def digests(path: str) -> dict[str, str]:
 
     folder, found = Path(path), {}
     for name in Project(folder).stage_names:
-        rows = projects.content(folder, name)
-        rows = rows.drop_columns([each for each in rows.column_names if each == "inode"])  # a copied file has another inode
+        rows = compared(folder, name)
         made = hashlib.sha256(repr(rows.to_pylist()).encode())
         table = Project(folder).current(name)
         root, files = table.folder / "artifacts", set(table.folder.glob("artifacts/**/*"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CUTS = ("all", "synced", "names", "holes", "journal", "any")
+CUTS = ("synced", "holes", "any", "names", "journal", "all")
 PAGE = 4096
 HEAD = struct.Struct("<IIIIQq")
 

@@ -4,6 +4,7 @@ nothing is lost for another's sake."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -27,7 +28,7 @@ import pytest
 from PIL import Image
 
 from tests import projects
-from tests.pipeline.sweeps.forks import Forks
+from tests.pipeline.sweeps.forks import NEVER, Forks
 from tests.stages.models.test_hostile import mutated_bytes, mutated_json
 from tests.stages.retrieval import project as small
 
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", re
 
 SECONDS = 10  # of CPU that one input may take
 FACTOR = 2  # times the memory of the honest input
-NEVER = ("Traceback", "panicked", ".rs:", "Fatal Python", "FutureWarning", "SyntaxWarning", "DeprecationWarning")
+WARNINGS = ("FutureWarning", "SyntaxWarning", "DeprecationWarning")
 Make = Callable[[Path, random.Random], object]
 HONEST = ("flat/words.py", "flat/paths.py", "deep/lines.py", "deep/dates.py")
 ROOT = projects.ROOT
@@ -343,23 +344,6 @@ def call_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
     return tool, given
 
 
-KINDS: dict[str, tuple[str, Make | None]] = {
-    "nested": ("sources", nested),
-    "mutated source": ("sources", mutated_source),
-    "odd text": ("sources", odd_text),
-    "odd name": ("sources", odd_name),
-    "odd file": ("sources", odd_file),
-    "rules": ("sources", rules),
-    "tar": ("pictures", hostile_tar),
-    "Parquet": ("pictures", hostile_parquet),
-    "Arrow": ("pictures", hostile_arrow),
-    "zip": ("pictures", hostile_zip),
-    "metadata": ("pictures", hostile_metadata),
-    "query": ("ask", None),
-    "call": ("call", None),
-}
-
-
 # What runs in a fork: each returns (what became of honest input, error's line or "", CPU seconds, peak memory in MB)
 
 Told = tuple[Any, str, float, int]
@@ -404,7 +388,7 @@ def ask(path: str, words: list[str]) -> Told:
         places = {"PROJECT": path, "CODE": f"{path}/code"}
         code, _, err = projects.said(*(places.get(word, word) for word in words))
         nothing = code == 1 and words[0] == "find"  # found
-        assert (code in (0, 2) or nothing) and not any(each in err for each in NEVER), f"{code}: {err[-900:]}"
+        assert (code in (0, 2) or nothing) and not any(each in err for each in (*NEVER, *WARNINGS)), f"{code}: {err[-900:]}"
         if code == 2:
             lines = [line for line in err.splitlines() if line.startswith(("error: ", "Error: "))]
             assert len(lines) == 1, err[-900:]
@@ -433,64 +417,66 @@ def call(path: str, tool: str, given: dict[str, Any]) -> Told:
 
 # The sweep
 
+KINDS: dict[str, tuple[Callable[..., Told], Make | None]] = {
+    "nested": (sources, nested),
+    "mutated source": (sources, mutated_source),
+    "odd text": (sources, odd_text),
+    "odd name": (sources, odd_name),
+    "odd file": (sources, odd_file),
+    "rules": (sources, rules),
+    "tar": (pictures, hostile_tar),
+    "Parquet": (pictures, hostile_parquet),
+    "Arrow": (pictures, hostile_arrow),
+    "zip": (pictures, hostile_zip),
+    "metadata": (pictures, hostile_metadata),
+    "query": (ask, None),
+    "call": (call, None),
+}
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("honest")
-    retrieval, images = place / "code" / "project", place / "images" / "project"
-    retrieval.mkdir(parents=True)
-    small.make(retrieval)
-    projects.make(images, tiny_weights, images=2)
-    asked = place / "asked" / "project"
-    shutil.copytree(retrieval, asked)
-    projects.build(asked)
-    return {"sources": retrieval, "pictures": images, "ask": asked, "call": asked}
 
-
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.proof(
     "a hostile input of either pipeline is one line or a row, within twice the memory, and costs no other its place"
 )
 def test_a_hostile_input_is_one_line_or_a_row_and_nothing_else_is_lost(
-    seed: int, request: pytest.FixtureRequest, tmp_path: Path, cases: Callable[[int, int], int]
+    tiny_weights: Path, forks: Forks, request: pytest.FixtureRequest, tmp_path: Path, cases: Callable[[int, int], int]
 ):
-    if seed and not request.config.getoption("--prove"):
-        pytest.skip("a proof: make prove")
-    folders: dict[str, Path] = request.getfixturevalue("honest")
-    forks: Forks = request.getfixturevalue("forks")
-    count = cases(len(KINDS), 100)
-    plain = {}
-    for name, extra in (("sources", ()), ("pictures", ()), ("ask", (["find", "count words", "CODE"],)), ("call", ("status", {}))):
-        copy = folders[name]
-        if name in ("sources", "pictures"):
-            copy = shutil.copytree(folders[name], tmp_path / f"honest {name}" / "project")
-        forks.call(f"{__name__}:{name}", str(copy), *extra)  # the first call builds the index
-        plain[name] = forks.call(f"{__name__}:{name}", str(copy), *extra).value
-    outcomes, failures = Counter[str](), []
-    for number, kind in zip(range(seed * count, (seed + 1) * count), itertools.cycle(KINDS), strict=False):
-        draw = random.Random(f"{number} {kind}")
-        name, make = KINDS[kind]
-        copy, given = folders[name], []
+    folders = {work: tmp_path / "honest" / work.__name__ / "project" for work in (sources, pictures, ask)}
+    folders[sources].mkdir(parents=True)
+    small.make(folders[sources])
+    projects.make(folders[pictures], tiny_weights, images=2)
+    shutil.copytree(folders[sources], folders[ask])
+    projects.build(folders[ask])
+    folders[call] = folders[ask]
+
+    def told(work: Callable[..., Told], make: Callable[[Path], object] | None, *given: Any) -> Told:
+        copy = folders[work]
         if make:
-            copy = shutil.copytree(folders[name], tmp_path / str(number) / "project", symlinks=True)
-            make(copy, draw)
-        elif name == "ask":
-            given = [words_of(draw)]
-        else:
-            given = list(call_of(draw))
+            copy = shutil.copytree(folders[work], tmp_path / "copy" / "project", symlinks=True)
+            make(copy)
         try:
-            done = forks.call(f"{__name__}:{name}", str(copy), *given)
-            assert not any(each in done.text for each in NEVER), done.text[-1500:]
-            assert done.value is not None, f"ended with {done.code}: {done.text[-500:]}"
-            found, said, seconds, memory = done.value
+            done = forks.call(work, copy, *given)
+            assert not any(each in done.text for each in WARNINGS), done.text[-1500:]
+            found: Told = done.value
+            return found
+        finally:
+            shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+
+    told(ask, None, ["find", "count words", "CODE"])  # the first call builds the index
+    plain = {work: told(work, lambda copy: None) for work in (sources, pictures)}
+    plain |= {ask: told(ask, None, ["find", "count words", "CODE"]), call: told(call, None, "status", {})}
+    outcomes, failures = Counter[str](), []
+    for number, kind in zip(range(cases(len(KINDS), 500)), itertools.cycle(KINDS), strict=False):
+        draw = random.Random(f"{number} {kind}")
+        work, make = KINDS[kind]
+        given: list[Any] = [words_of(draw)] if work is ask else list(call_of(draw)) if work is call else []
+        try:
+            found, said, seconds, memory = told(work, make and functools.partial(make, draw=draw), *given)
             assert seconds < SECONDS, f"{seconds:.1f} s of CPU"
-            assert memory < FACTOR * plain[name][3], f"{memory} MB, honest {plain[name][3]}"
-            assert found == plain[name][0], f"{found}, {said!r}"
+            assert memory < FACTOR * plain[work][3], f"{memory} MB, honest {plain[work][3]}"
+            assert found == plain[work][0], f"{found}, {said!r}"
             outcomes[f"{kind}: {'one line' if said else 'used or a row'}"] += 1
         except AssertionError as error:
             failures.append(f"case {number}: {kind} {given or ''}: {error}"[:3000])
             logging.warning(failures[-1])
-        if make:
-            shutil.rmtree(tmp_path / str(number), ignore_errors=True)
     request.node.user_properties.append(("of", dict(outcomes)))
     assert not failures, "\n\n".join(failures)

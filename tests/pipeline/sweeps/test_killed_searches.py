@@ -17,6 +17,7 @@ from tests.pipeline.sweeps.forks import KILLED, note
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 QUERY = "how many birds are counted"
+WAYS = ("find", "serve", "ask")
 LIMIT = 100  # of answers: more than there are functions
 BIRDS = ("herons", "owls", "swifts", "wrens", "larks", "terns")
 CODE = "{gap}def count_{bird}_{edit}(values):\n    birds = [value for value in values if value.{bird}]\n    return len(birds)\n"
@@ -28,31 +29,19 @@ def _found(answers: list[dict[str, Any]]) -> Found:
     return sorted(rows)
 
 
-def _in_fork(root: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(Path(root).with_name("cache"))
-    table.REVISED = 1.0  # so few functions would all be written again
-
-
 def find(root: str) -> Found:
     from pipeline.commands.retrieval.find import CodeFolder, as_dict, plain
 
-    _in_fork(root)
     with CodeFolder(Path(root)).current() as code:
-        found = _found([as_dict(plain(answer)) for answer in code.search(QUERY, LIMIT, threshold=0)])
-    note(found)
-    return found
+        return _found([as_dict(plain(answer)) for answer in code.search(QUERY, LIMIT, threshold=0)])
 
 
 def serve(root: str) -> Found:
     """As an agent asks: the tool `search` of `latentmill mcp`."""
     from pipeline.commands.retrieval.mcp import make_server
 
-    _in_fork(root)
-    server = make_server([Path(root)])
-    answer = asyncio.run(server.call_tool("search", {"query": QUERY, "limit": LIMIT, "threshold": 0}))
-    found = _found([json.loads(part.text) for part in answer.content])
-    note(found)
-    return found
+    answer = asyncio.run(make_server([Path(root)]).call_tool("search", {"query": QUERY, "limit": LIMIT, "threshold": 0}))
+    return _found([json.loads(part.text) for part in answer.content])
 
 
 def ask(root: str) -> Found:
@@ -61,7 +50,6 @@ def ask(root: str) -> Found:
     from pipeline.commands.retrieval.find import as_dict, kept
     from pipeline.commands.retrieval.mcp import make_server
 
-    _in_fork(root)
     resident.TURN = resident.ANSWER = 600.0  # however busy the machine is
     question = {"query": QUERY, "mode": "hybrid", "limit": LIMIT, "patterns": [], "regex": "", "threshold": 0.0}
     server = make_server([Path(root)])
@@ -72,7 +60,13 @@ def ask(root: str) -> Found:
 
     reply = asyncio.run(main())
     assert reply, "the server must answer"
-    found = _found([as_dict(row) for row in reply["answers"]])
+    return _found([as_dict(row) for row in reply["answers"]])
+
+
+def searched(way: str, root: str) -> Found:
+    os.environ["XDG_CACHE_HOME"] = str(Path(root).with_name("cache"))
+    table.REVISED = 1.0  # so few functions would all be written again
+    found: Found = {"find": find, "serve": serve, "ask": ask}[way](root)
     note(found)
     return found
 
@@ -113,11 +107,10 @@ def test_after_a_kill_every_answer_is_of_the_files_as_they_are(forks, tmp_path, 
     cache.mkdir()
     draws = random.Random(0)
     folder, killed, count = Folder(tmp_path / "code", draws), 0, cases(2, 200)
-    root, ways = str(folder.root), [f"{__name__}:{each.__name__}" for each in (find, serve, ask)]
-    first = forks.call(ways[0], root, watch=cache)
+    first = forks.call(searched, "find", folder.root, watch=cache)
     assert first.value == folder.answer
     folder.edit()
-    refreshed = forks.call(ways[1], root, watch=cache)
+    refreshed = forks.call(searched, "serve", folder.root, watch=cache)
     assert refreshed.value == folder.answer
     while killed < count:
         anew = draws.random() < 0.05
@@ -128,9 +121,9 @@ def test_after_a_kill_every_answer_is_of_the_files_as_they_are(forks, tmp_path, 
         for _ in range(draws.choice([1, 1, 2, 3])):
             folder.edit()
             step = draws.randint(1, (first if anew else refreshed).steps)
-            done = forks.call(draws.choice(ways), root, watch=cache, kill=step)
+            done = forks.call(searched, draws.choice(WAYS), folder.root, watch=cache, kill=step)
             killed += done.code == KILLED
             assert (done.noted if done.code == KILLED else done.value) in (None, folder.answer)
-        for way in draws.sample(ways, 2):
-            done = forks.call(way, root)
+        for way in draws.sample(WAYS, 2):
+            done = forks.call(searched, way, folder.root)
             assert done.value == folder.answer, f"after {killed} kills, the last before step {step}: {done.text}"

@@ -10,26 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import projects
 from tests.pipeline.sweeps import life
 from tests.pipeline.sweeps.forks import KILLED, Done, Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 ROUNDS = {"tiny": 10, "flux3-tiny": 1, "z-image-tiny": 1}  # of 100 kills each
-COMMANDS = (  # words; they may write below exports/
-    ("clean",),
-    ("clean", "--runs"),
-    ("verify",),
-    ("verify", "--repair"),
-    ("export",),
-    ("export", "--merged"),
-    ("publish",),
-    ("resize", "--rank", "1"),
-    ("report",),
-    ("captions", "--edit", "{exports}/captions.csv"),
-    ("query", "select path, width from images", "--csv", "{exports}/answer.csv"),
-    ("query", "select path, width from images", "--parquet", "{exports}/answer.parquet"),
-    ("generate", "a red cup"),
-)
 EDITS = {  # what is edited -> how
     "caption": lambda folder, on: (folder / "images/picture0.txt").write_text("a red cup" if on else "picture number 0"),
     "image": lambda folder, on: [_move(folder, f"picture2.{kind}", on) for kind in ("png", "txt")],
@@ -54,27 +40,16 @@ class Life:
     """Edited and used while its processes are killed; for each state of the edits, a reference is built without a kill."""
 
     def __init__(self, forks: Forks, place: Path, weights: Path, family: str, seed: int) -> None:
-        self.forks, self.folder, self.reference = forks, place / "project", place / "unbroken" / "project"
-        life.make(self.folder, weights, family=family)
-        shutil.copytree(self.folder, self.reference, copy_function=shutil.copy2)
+        self.forks, self.folder = forks, life.make(place / "project", weights, family=family)
+        self.reference = projects.copied(self.folder, place / "unbroken" / "project")
         self.generator = random.Random(seed)
         self.expected: dict[State, dict[str, str]] = {}
         self.steps: dict[str, int] = {}  # of a command, the last time that it ran to its end
         self.committed: life.Acknowledged = {}
         self.kills: Counter[str] = Counter()
 
-    def call(self, name: str, *arguments: object) -> Done:
-        done = self.forks.call(f"tests.pipeline.sweeps.life:{name}", str(self.folder), *arguments)
-        assert done.code == 0 and "Traceback" not in done.text and "panicked" not in done.text, done.text
-        return done
-
     def run(self, words: tuple[str, ...], kill: int = 0) -> Done:
-        exports = self.folder / "exports"
-        words = tuple(word.format(exports=exports) for word in words)
-        done = self.forks.call(
-            "tests.pipeline.sweeps.life:command", str(self.folder), words, self.committed, watch=self.folder, kill=kill
-        )
-        assert "Traceback" not in done.text and "panicked" not in done.text, done.text
+        done = self.forks.call(life.command, self.folder, words, self.committed, watch=self.folder, kill=kill)
         assert done.code in (KILLED, 0), f"{words}: {done.text}"
         self.committed = done.noted
         if done.code == 0:
@@ -82,17 +57,17 @@ class Life:
         return done
 
     def killed(self, words: tuple[str, ...]) -> bool:
-        known = self.steps.get(" ".join(word.format(exports=self.folder / "exports") for word in words), 40)
+        known = self.steps.get(" ".join(words), 15)
         if self.run(words, self.generator.randint(1, max(known, 2))).code == 0:
             return False
         self.kills[" ".join(words)] += 1
-        assert self.call("lost", self.committed).value == []
+        assert self.forks.call(life.lost, self.folder, self.committed).value == []
         use = self.generator.random()
         if use < 0.15:
             self.run(("clean",))
-            assert self.call("temporary").value == []
+            assert life.temporary(self.folder) == []
         elif use < 0.3:
-            assert self.call("damaged").value == []
+            assert self.forks.call(life.damaged, self.folder).value == []
         return True
 
     def export(self, words: tuple[str, ...]) -> None:
@@ -110,39 +85,35 @@ class Life:
         assert left.keys() <= found.keys(), (words, sorted(left), sorted(found))
         assert [name for name in left if left[name] != found[name] and not name.endswith(".html")] == [], words
 
-    def edit(self) -> State:
-        state = tuple(self.generator.random() < 0.5 for _ in EDITS)
-        self.apply(self.folder, state)
-        return state
-
-    def apply(self, folder: Path, state: State) -> None:
-        for change, on in zip(EDITS.values(), state, strict=True):
-            change(folder, on)
-
     def unbroken(self, state: State) -> dict[str, str]:
         if state not in self.expected:
             shutil.rmtree(self.reference / "tables", ignore_errors=True)
-            self.apply(self.reference, state)
-            self.expected[state] = self.forks.call("tests.pipeline.sweeps.life:completed", str(self.reference)).value
+            self.edit(self.reference, state)
+            self.expected[state] = self.forks.call(life.completed, self.reference).value
         return self.expected[state]
 
+    def edit(self, folder: Path, state: State) -> None:
+        for change, on in zip(EDITS.values(), state, strict=True):
+            change(folder, on)
+
     def turn(self, kills: int) -> None:
-        """At most `kills` kills, then a comparison with one that was never killed."""
-        state, most = self.edit(), self.kills.total() + kills
+        """At most `kills` kills, two thirds of them in stages, then a comparison with one that was never killed."""
+        state, before = tuple(self.generator.random() < 0.5 for _ in EDITS), self.kills.total()
+        self.edit(self.folder, state)
+        doomed = self.generator.sample(life.STAGES, min(kills // 2, len(life.STAGES)))
         for name in life.STAGES:
             if self.generator.random() < 0.3:
                 shutil.rmtree(self.folder / "tables" / name, ignore_errors=True)
                 self.committed = {each: rows for each, rows in self.committed.items() if not each.startswith(f"{name}/")}
-            for _ in range(self.generator.choice((1, 1, 2, 3))):
-                if self.kills.total() >= most or not self.killed(("run", name, "--only")):
+            for _ in range(self.generator.choice((1, 1, 2, 3)) if name in doomed else 0):
+                if self.kills.total() >= before + 2 * kills // 3 or not self.killed(("run", name, "--only")):
                     break
             self.run(("run", name, "--only"))
-        for words in self.generator.sample(COMMANDS, 6):
-            if self.kills.total() < most:
+        for words in self.generator.sample(life.COMMANDS, 6):
+            if self.kills.total() < before + kills:
                 self.export(words)
-        assert self.call("completed").value == self.unbroken(state)
-        self.run(("clean", "--runs"))
-        assert self.call("leftovers").value == []
+        found = self.forks.call(life.recover, self.folder, self.committed).value
+        assert (found["problems"], found["digests"]) == ([], self.unbroken(state))
         self.committed = {}  # rows that are no longer wanted are deleted
 
 
@@ -163,7 +134,7 @@ def test_a_life_of_edits_runs_exports_and_cleans_under_kills_loses_nothing(
     cases: Callable[[int, int], int],
     request: pytest.FixtureRequest,
 ):
-    kills, lived = cases(12, 100), Life(forks, tmp_path, seeded_weights(family_name), family_name, seed)
+    kills, lived = cases(5, 100), Life(forks, tmp_path, seeded_weights(family_name), family_name, seed)
     while lived.kills.total() < kills:
         lived.turn(min(25, kills - lived.kills.total()))
     request.node.user_properties.append(("of", dict(lived.kills.most_common())))

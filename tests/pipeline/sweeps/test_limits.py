@@ -237,17 +237,10 @@ def honest() -> dict[Case, Done]:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.proof("every command under an odd stream, locale or limit gives one line or the right answer")
+@pytest.mark.proof("every command under an odd stream, locale or limit gives one line or the right answer", long=True)
 def test_every_command_gives_one_line_or_the_right_answer(
-    condition: str,
-    request: pytest.FixtureRequest,
-    honest: dict[Case, Done],
-    tmp_path: Path,
-    cases: Callable[[int, int], int],
+    condition: str, built: dict[str, Path], honest: dict[Case, Done], tmp_path: Path, cases: Callable[[int, int], int]
 ):
-    if not request.config.getoption("--prove"):
-        pytest.skip("a proof: make prove")
-    built: dict[str, Path] = request.getfixturevalue("built")
     every = [case for name, folder in built.items() for case in every_command(name, folder)]
     failures = []
     for number, case in enumerate(every[: cases(0, len(every))]):
