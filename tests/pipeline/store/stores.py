@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from pipeline.store import table as store_table
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema, column, tensor
+from tests.pipeline.sweeps.forks import note
 
 WORDS = 500  # values in a tensor of VECTORS: 1000 bytes
 
@@ -182,22 +182,20 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def main(arguments: list[str]) -> None:
-    """FOLDER TABLE COUNT: add COUNT rows to a table, from where it ends; say what is committed and what is finished.
+def add(folder: str, name: str, count: int) -> None:
+    """Add rows to a table, from where it ends; note how many are committed and how many are finished.
 
-    Every third row ends a commit and every tenth a run. A line is "COMMITTED FINISHED", in rows.
+    Every third row ends a commit and every tenth a run.
     """
-    folder, name, count = arguments
     schema, make = BATCHES[name]
     store_table.REVISED = 1.0  # so few rows would all be written again
     with Writer(TableFolder(Path(folder), schema), {}, shard_bytes=3000) as writer:
         first, finished = writer.stored.num_rows, 0
-        for number in range(first, first + int(count)):
+        for number in range(first, first + count):
             writer.append(make(number))
             if number % 3 == 2:
                 writer.flush()
             if number % 10 == 9:
                 writer.finish(None, {"number": number + 1})
                 finished = number + 1
-            sys.stdout.write(f"{writer.stored.num_rows} {finished}\n")
-            sys.stdout.flush()
+            note([writer.stored.num_rows, finished])

@@ -15,22 +15,22 @@ from tests.pipeline.store.stores import VECTORS, vectors, written
 from tests.toy.project import make
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    folder = make(tmp_path / "project")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make(tmp_path_factory.mktemp("built") / "project")
     projects.build(folder)
     return folder
 
 
-def listed(folder: Path) -> list[str]:
-    import lancedb  # takes a second
+@pytest.fixture
+def project(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
 
-    return sorted(lancedb.connect(folder / "tables").list_tables().tables)
 
-
-def test_lancedb_lists_and_opens_every_finished_table(project: Path):
+def test_lancedb_lists_and_opens_every_finished_table_of_a_copied_project_by_relative_links(project: Path):
+    assert all(not path.readlink().is_absolute() for path in (project / "tables").glob("*.lance"))
     opened = Project(project)
-    assert listed(project) == sorted(opened.stage_names)
+    assert sorted(opened.lancedb().list_tables().tables) == sorted(opened.stage_names)
     for name in opened.stage_names:
         rows = opened.lancedb().open_table(name).search().where("live").limit(1000).to_arrow()
         expected = opened[name].to_arrow()
@@ -38,51 +38,36 @@ def test_lancedb_lists_and_opens_every_finished_table(project: Path):
         assert rows.select(expected.column_names).cast(expected.schema).sort_by(key) == expected.sort_by(key)
 
 
-def test_links_are_relative_and_a_copy_of_the_project_lists_its_own_tables(project: Path, tmp_path: Path):
-    assert all(not path.readlink().is_absolute() for path in (project / "tables").glob("*.lance"))
-    shutil.copytree(project, tmp_path / "copy", symlinks=True)
-    shutil.rmtree(project)
-    assert listed(tmp_path / "copy") == sorted(Project(tmp_path / "copy").stage_names)
-    assert Project(tmp_path / "copy").lancedb().open_table("lines").count_rows() == 7
+def test_a_copy_that_followed_the_links_counts_no_table_twice_and_gets_links_again_in_the_next_run(project: Path, tmp_path: Path):
+    copy = shutil.copytree(project, tmp_path / "copy")
+    assert not (copy / "tables" / "lines.lance").is_symlink()
+    assert {describe(each) for each in states(Project(copy))} == {"up to date"}
+    projects.build(copy)
+    assert (copy / "tables" / "lines.lance").is_symlink()
+    sizes = [each.nbytes for each in states(Project(project))]
+    for path in (project / "tables").glob("*.lance"):
+        path.unlink()
+    assert [each.nbytes for each in states(Project(project))] == sizes
+    assert list(clean(Project(project), runs=True, dry_run=True)) == ["would free 0 B"]
 
 
-def test_a_copy_that_followed_the_links_gets_links_again_in_the_next_run(project: Path, tmp_path: Path):
-    shutil.copytree(project, tmp_path / "copy")
-    assert not (tmp_path / "copy" / "tables" / "lines.lance").is_symlink()
-    assert {describe(each) for each in states(Project(tmp_path / "copy"))} == {"up to date"}
-    projects.build(tmp_path / "copy")
-    assert (tmp_path / "copy" / "tables" / "lines.lance").is_symlink()
+def test_a_link_leads_to_the_table_of_the_last_run_also_if_it_had_nothing_to_do_and_clean_moves_it(project: Path):
+    def linked() -> Path:
+        return (project / "tables" / "tokens.lance").resolve().parent
 
-
-def other_settings(folder: Path) -> None:
-    projects.edit(folder, "[project]", "[tokens]\nmost = 8\n\n[project]")
-
-
-def linked(folder: Path) -> Path:
-    return (folder / "tables" / "tokens.lance").resolve().parent
-
-
-def test_a_link_leads_to_the_table_of_the_last_run_also_where_that_run_had_nothing_to_do(project: Path):
     settings, (old,) = (project / "project.toml").read_text(), (project / "tables" / "tokens").iterdir()
-    assert linked(project) == old.resolve()
-    other_settings(project)
+    projects.edit(project, "[project]", "[tokens]\nmost = 8\n\n[project]")
     projects.build(project, "tokens")
-    assert linked(project) == Project(project).current("tokens").folder.resolve() != old.resolve()
-    (project / "project.toml").write_text(settings)
-    assert projects.build(project, "tokens")["tokens"].up_to_date
-    assert linked(project) == old.resolve()
-
-
-def test_clean_moves_the_link_from_a_table_that_it_deletes(project: Path):
-    settings, (old,) = (project / "project.toml").read_text(), (project / "tables" / "tokens").iterdir()
-    other_settings(project)
-    projects.build(project, "tokens")
-    other = linked(project)
+    other = linked()
+    assert other == Project(project).current("tokens").folder.resolve() != old.resolve()
     (project / "project.toml").write_text(settings)
     list(clean(Project(project), runs=False, dry_run=True))
-    assert linked(project) == other and other.is_dir()
+    assert linked() == other and other.is_dir()
+    again = shutil.copytree(project, project.with_name("again"), copy_function=shutil.copy2, symlinks=True)
+    assert projects.build(again, "tokens")["tokens"].up_to_date
+    assert (again / "tables" / "tokens.lance").resolve().parent.name == old.name
     list(clean(Project(project), runs=False, dry_run=False))
-    assert linked(project) == old.resolve() and not other.exists()
+    assert linked() == old.resolve() and not other.exists()
 
 
 def test_a_link_that_leads_nowhere_is_deleted_and_a_run_that_is_not_finished_is_not_linked(tmp_path: Path):
@@ -101,10 +86,8 @@ def test_a_link_that_leads_nowhere_is_deleted_and_a_run_that_is_not_finished_is_
 
 
 def test_where_no_link_can_be_made_nothing_fails_but_a_full_disk_is_said(tmp_path: Path, monkeypatch):
-    table, errors = (
-        written(tmp_path / "tables" / "vectors" / "recipe", 1, 2),
-        list[OSError]([PermissionError("no links on this disk")]),
-    )
+    table = written(tmp_path / "tables" / "vectors" / "recipe", 1, 2)
+    errors: list[OSError] = [PermissionError("no links on this disk")]
 
     def refuse(self: Path, target: Path) -> None:
         raise errors[-1]
@@ -115,11 +98,3 @@ def test_where_no_link_can_be_made_nothing_fails_but_a_full_disk_is_said(tmp_pat
     errors.append(OSError(errno.ENOSPC, "no space left on device"))
     with pytest.raises(ValueError, match=r"disk full while linking .*vectors.lance: its rows are kept; free 100 MB"):
         link_table(table)
-
-
-def test_clean_and_status_count_no_table_twice(project: Path):
-    sizes = [each.nbytes for each in states(Project(project))]
-    for path in (project / "tables").glob("*.lance"):
-        path.unlink()
-    assert [each.nbytes for each in states(Project(project))] == sizes
-    assert list(clean(Project(project), runs=True, dry_run=True)) == ["would free 0 B"]

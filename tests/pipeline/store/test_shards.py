@@ -18,14 +18,7 @@ from pipeline.project.tables import Table
 from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_shard_index, write_shard
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import STORED_AS, TableSchema, column, tensor
-from tests.pipeline.store.stores import (
-    VECTORS,
-    check_tensors,
-    name_of,
-    numbers,
-    vectors,
-    written,
-)
+from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, vectors
 
 EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
 
@@ -77,23 +70,6 @@ def test_a_file_that_is_not_a_shard_of_the_table_is_named(tmp_path: Path):
         read_shard_index(tmp_path / "00000001-x.arrow", VECTORS)
 
 
-@pytest.mark.parametrize(("damage", "message"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
-def test_readers_hide_the_rows_of_a_lost_shard_and_a_reader_of_these_rows_says_so_in_one_line(tmp_path: Path, damage, message):
-    table = written(tmp_path / "t", *range(10))
-    rows = table.rows()
-    damage(sorted(table.shards.glob("*.arrow"))[1])
-    with pytest.raises(ValueError, match=rf"vectors: .*00000002-\w+.arrow {message}.*latentmill verify --repair") as error:
-        ShardReader(table.folder, rows, VECTORS)
-    assert "\n" not in str(error.value)
-    assert numbers(table.rows()) == numbers(table.committed()) == list(range(5))
-    check_tensors(table)
-
-
-def cut(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(size)
-
-
 def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
     with Writer(table, {}) as writer:
@@ -124,16 +100,16 @@ def test_views_are_valid_until_the_next_ahead_and_open_files_stay_few_over_many_
 
 
 @pytest.mark.slow
-def test_reading_a_table_of_256_megabytes_leaves_memory_flat(tmp_path: Path):
+def test_reading_a_table_of_128_megabytes_leaves_memory_flat(tmp_path: Path):
     words = 1 << 19  # 1 MiB a row
     with Writer(TableFolder(tmp_path / "t", VECTORS), {}) as writer:
-        for start in range(0, 256, 16):
+        for start in range(0, 128, 16):
             writer.append(vectors(*range(start, start + 16), words=words))
         writer.finish(None, {})
     reader = TableFolder(tmp_path / "t", VECTORS).tensors()
-    order = [name_of(i) for i in np.random.default_rng(7).permutation(256)]
+    order = [name_of(i) for i in np.random.default_rng(7).permutation(128)]
     own, mapped, files = [], [], resident("RssFile")
-    for at in range(0, 256, 4):
+    for at in range(0, 128, 4):
         reader.ahead(order[at : at + 4])
         for name in order[at : at + 4]:
             assert int(reader.read(name).max()) == int(name.removeprefix("row-"))
@@ -189,7 +165,7 @@ def check(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]], schema: 
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), dtypes=st.lists(st.sampled_from(sorted(STORED_AS)), min_size=1, max_size=3))
 def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path_factory, data, dtypes):
     schema, folder = schema_of(dtypes), tmp_path_factory.mktemp("drawn")
@@ -213,13 +189,12 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
     check(read_all(table), wanted, schema)
 
 
-@pytest.mark.parametrize(("dtype", "viewed"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")])
-def test_the_python_api_shows_16_bit_words_as_the_floats_that_they_are(tmp_path: Path, dtype: str, viewed: str):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_python_api_shows_16_bit_words_as_the_floats_that_they_are(tmp_path: Path, dtype: str):
     schema = schema_of([dtype])
     row = row_of(schema, 0, [[2, 3]])
     with Writer(TableFolder(tmp_path / "t", schema), {}) as writer:
         writer.append(schema.record_batch([row]))
         writer.finish(None, {})
     values = Table(TableFolder(tmp_path / "t", schema))["row 0"]
-    assert values.dtype.name == viewed and values.shape == (2, 3)
-    assert values.tobytes() == row["t0"].tobytes()
+    assert (values.dtype.name, values.shape, values.tobytes()) == (dtype, (2, 3), row["t0"].tobytes())

@@ -1,4 +1,6 @@
-"""A project lives through edits, runs, exports and cleans, and its processes are killed again and again: nothing is lost."""
+"""A writer of one table, and a project that lives through edits, runs, exports and cleans, are killed again and again: nothing
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from pipeline.store.rows import missing
+from pipeline.store.table import TableFolder, Writer
 from tests import projects
+from tests.pipeline.store.stores import BATCHES, add, check_tensors
 from tests.pipeline.sweeps import life
 from tests.pipeline.sweeps.forks import KILLED, Done, Forks
 
@@ -138,3 +144,31 @@ def test_a_life_of_edits_runs_exports_and_cleans_under_kills_loses_nothing(
     while lived.kills.total() < kills:
         lived.turn(min(25, kills - lived.kills.total()))
     request.node.user_properties.append(("of", dict(lived.kills.most_common())))
+
+
+@pytest.mark.proof("a killed writer loses no committed row and shows no part of a run")
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_killed_writer_loses_no_committed_row_and_shows_no_part_of_a_run(
+    name: str, forks: Forks, tmp_path: Path, cases: Callable[[int, int], int]
+):
+    schema, make = BATCHES[name]
+    table, generator, rows, kills = TableFolder(tmp_path / "t", schema), random.Random(name), 0, 0
+    wanted = cases(3, 80)
+    while kills < wanted:
+        done = forks.call(add, table.folder, name, 40, watch=table.folder, kill=generator.randint(1, 400))
+        kills += done.code == KILLED
+        committed, finished = done.noted or (0, 0)
+        if table.exists:
+            seen = table.rows()
+            assert seen.num_rows % 10 == 0 and seen.num_rows >= finished
+            assert seen.num_rows == table.manifest()["facts"]["number"] == table.manifest()["rows"]
+            if schema.tensors:
+                check_tensors(table)
+        with Writer(table, {}) as writer:
+            stored = writer.stored
+        assert stored.num_rows >= max(committed, rows)
+        rows = stored.num_rows
+        if rows:
+            expected = pa.table(make(*range(rows))).select([name for name in schema.short if name in schema.batch.names])
+            assert missing(expected, stored).num_rows == 0
+    assert rows and not list(table.folder.rglob(".tmp-*"))
