@@ -3,6 +3,7 @@ nothing is lost for another's sake."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import io
@@ -16,6 +17,7 @@ import shutil
 import signal
 import socket
 import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -46,13 +48,11 @@ ROOT = projects.ROOT
 NESTED: dict[str, Callable[[int], str]] = {
     "brackets.py": lambda n: f"def a(x):\n    return {'(' * n}x{')' * n}\n",
     "open.py": lambda n: "(" * n,
-    "else.py": lambda n: "def a(x):\n    if x:\n        pass\n" + "    elif x:\n        pass\n" * n,
     "not.py": lambda n: f"x = {'not ' * n}1\n",
     "dots.py": lambda n: f"x = a{'.b' * n}\n",
     "parameters.py": lambda n: (
         f"def a({', '.join(f'b{each}' for each in range(n))}):\n    return 1\n    # more\n    # and more\n"
     ),
-    "functions.py": lambda n: "def a():\n    x = 1\n    return x\n" * (n // 4),
     "quotes.py": lambda n: "'" * n,
     "doc.py": lambda n: f'def a():\n    """{"word " * n}"""\n    x = 1\n    return x\n',
     "escapes.py": lambda n: "def a():\n    '''\\ud800 \\N{LATIN SMALL LETTER A} \\x00'''\n    x = 1\n    return x\n" + "\\" * n,
@@ -70,7 +70,6 @@ NESTED: dict[str, Callable[[int], str]] = {
     "dollars.sh": lambda n: "x=" + "$(" * n + ")" * n + "\n",
     "quotes.md": lambda n: "> " * n + "x\n",
     "stars.md": lambda n: "*" * n + "a" + "_" * n,
-    "cells.ipynb": lambda n: json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1\n"]}] * n}),
     "odd.ipynb": lambda n: json.dumps({"cells": [{"cell_type": 1, "source": {"a": [None] * n}}, None, 5, "x"]}),
     "coding.py": lambda n: "# -*- coding: rot13 -*-\nqrs n():\n    erghea 1\n" * (n // 100 + 1),
     "zlib.py": lambda n: "# coding: zlib\nx\n",
@@ -89,24 +88,19 @@ def nested(folder: Path, draw: random.Random) -> None:
 
 
 def mutated_source(folder: Path, draw: random.Random) -> None:
-    """A file of this repository or of the tests with changed bytes, under the suffix of any language."""
-    choice = draw.choice(
-        [*ROOT.glob("stages/*/*.py"), *ROOT.glob("*.md"), *ROOT.glob("pipeline/page/static/*.js"), ROOT / "Makefile"]
-    )
+    """A file of this repository with changed bytes, under the suffix of any language."""
+    sources = [*ROOT.glob("stages/*/*.py"), *ROOT.glob("*.md"), *ROOT.glob("pipeline/page/static/*.js"), ROOT / "Makefile"]
+    choice = draw.choice(sources)
     data = choice.read_bytes()[:60_000]
     for _ in range(draw.randint(1, 9)):
         data = mutated_bytes(data, draw)
-    suffix = draw.choice(
-        (choice.suffix, ".py", ".c", ".ts", ".rs", ".go", ".java", ".rb", ".sh", ".md", ".ipynb", ".cs", ".php", ".swift")
-    )
-    (folder / "code" / f"hostile{suffix}").write_bytes(data)
+    suffixes = ("", ".py", ".c", ".ts", ".rs", ".go", ".java", ".rb", ".sh", ".md", ".ipynb", ".cs", ".php", ".swift")
+    (folder / "code" / f"hostile{draw.choice(suffixes) or choice.suffix}").write_bytes(data)
 
 
 def odd_text(folder: Path, draw: random.Random) -> None:
-    parts = [draw.choice(ODD) for _ in range(draw.randint(1, 20))]
-    data = "".join(parts).encode(draw.choice(("utf-8", "utf-16", "utf-32", "utf-7")), "replace") + draw.randbytes(
-        draw.choice((0, 3))
-    )
+    text = "".join(draw.choice(ODD) for _ in range(draw.randint(1, 20)))
+    data = text.encode(draw.choice(("utf-8", "utf-16", "utf-32", "utf-7")), "replace") + draw.randbytes(draw.choice((0, 3)))
     (folder / "code" / f"hostile{draw.choice(('.py', '.md', '.js', '.ipynb', ''))}").write_bytes(data)
 
 
@@ -156,6 +150,8 @@ def rules(folder: Path, draw: random.Random) -> None:
 
 # Containers and captions
 
+TEXTS = (b"{" * 5000, b"a caption", b"\xff\xfe", b'{"text": 5}')
+
 
 def picture(draw: random.Random, side: int = 80) -> bytes:
     file = io.BytesIO()
@@ -164,111 +160,66 @@ def picture(draw: random.Random, side: int = 80) -> bytes:
     return file.getvalue()
 
 
-def tar_of(members: list[tuple[tarfile.TarInfo, bytes]], form: int = tarfile.PAX_FORMAT) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=form) as opened:
-        for info, data in members:
-            info.size = len(data)
-            opened.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
 def hostile_tar(folder: Path, draw: random.Random) -> None:
     names = ["a.png", "b.txt", "../c.png", "/etc/d.png", "e\x1b[31m.png", "f.json", "a.png", "\ud800.png", "x" * 300 + ".png"]
-    members = []
-    for name in draw.sample(names, draw.randint(1, len(names))):
-        info = tarfile.TarInfo(name)
-        if draw.random() < 0.2:
-            info.type = draw.choice((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, b"S"))
-            info.linkname = "/etc/passwd"
-        info.pax_headers = {"comment": "y" * draw.choice((0, 100, 100_000))}
-        members.append(
-            (
-                info,
-                picture(draw) if name.endswith("png") else draw.choice((b"{" * 5000, b"a caption", b"\xff\xfe", b'{"text": 5}')),
-            )
-        )
-    if draw.random() < 0.1:
-        members += [(tarfile.TarInfo(f"{number}.png"), b"") for number in range(20_000)]
-    try:
-        data = tar_of(members, draw.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)))
-    except (ValueError, UnicodeError):
-        data = tar_of([(tarfile.TarInfo("a.png"), picture(draw))])
-    made = bytearray(data)
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=draw.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))) as opened:
+        for name in draw.sample(names, draw.randint(1, len(names))):
+            info = tarfile.TarInfo(name)
+            if draw.random() < 0.2:
+                kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, b"S")
+                info.type, info.linkname = draw.choice(kinds), "/etc/passwd"
+            info.pax_headers = {"comment": "y" * draw.choice((0, 100, 100_000))}
+            data = picture(draw) if name.endswith("png") else draw.choice(TEXTS)
+            info.size = len(data)
+            with contextlib.suppress(ValueError):  # a name that this format cannot have
+                opened.addfile(info, io.BytesIO(data))
+        for number in range(20_000 if draw.random() < 0.1 else 0):
+            opened.addfile(tarfile.TarInfo(f"{number}.png"))
+    made = bytearray(file.getvalue())
     if draw.random() < 0.6:  # a header lies: its size, type, checksum or name
         at = 512 * draw.randrange(max(1, min(9, len(made) // 512)))
         field, size = draw.choice(((124, 12), (156, 1), (148, 8), (0, 100), (257, 8), (329, 16)))
-        made[at + field : at + field + size] = draw.choice(
-            (b"\xff" * size, b"7" * size, b"\x80" + b"\x7f" * (size - 1), b"\0" * size, b"-" * size)
-        )
+        fills = (b"\xff" * size, b"7" * size, b"\x80" + b"\x7f" * (size - 1), b"\0" * size, b"-" * size)
+        made[at + field : at + field + size] = draw.choice(fills)
         if draw.random() < 0.7:  # and its checksum is right
             made[at + 148 : at + 156] = b" " * 8
             made[at + 148 : at + 156] = f"{sum(made[at : at + 512]):06o}\0 ".encode()
     (folder / "images" / "hostile.tar").write_bytes(mutated_bytes(bytes(made), draw) if draw.random() < 0.4 else bytes(made))
 
 
-def hostile_parquet(folder: Path, draw: random.Random) -> None:
+def hostile_table(folder: Path, draw: random.Random, suffix: str) -> None:
+    """Pictures in a file of Parquet or Arrow."""
     values = [picture(draw) for _ in range(draw.randint(1, 6))]
-    kind = draw.randrange(6)
-    options: dict[str, Any] = {
-        "compression": draw.choice(("none", "snappy", "zstd", "gzip", "brotli", "lz4")),
-        "store_schema": draw.random() < 0.5,
-    }
+    kind, file = draw.randrange(6), io.BytesIO()
     made = pa.table({"image": pa.array(values, pa.binary()), "text": ["a", None, "c" * 5000, "d", "e", "f"][: len(values)]})
     if kind == 0:  # one entry of a dictionary in many rows
         indices = pa.array(np.zeros(draw.choice((10, 3_000)), np.int32))
         made = pa.table({"image": pa.DictionaryArray.from_arrays(indices, pa.array([draw.randbytes(200_000)], pa.binary()))})
     elif kind == 1:  # zeros that are small when they are compressed
         made = pa.table({"image": pa.array([bytes(draw.choice((10_000, 300_000_000)))], pa.binary())})
-        options |= {"compression": "zstd", "use_dictionary": draw.random() < 0.5}
     elif kind == 2:
         made = pa.table({"image": pa.array([{"bytes": value, "path": f"{'../' * 9}x"} for value in values])})
     elif kind == 3:
-        made = pa.table(
-            {
-                draw.choice(("image", "x", "")): draw.choice(
-                    (pa.array([1.0]), pa.array([[b"a"]]), pa.array(["x" * 9]), pa.nulls(5))
-                )
-            }
-        )
-    file = io.BytesIO()
-    pq.write_table(made, file, **options)
-    data = file.getvalue()
-    if kind > 3 or draw.random() < 0.3:
-        for _ in range(draw.randint(1, 4)):  # the footer, where counts and sizes stand
-            changed = bytearray(data)
-            changed[-draw.randint(1, min(len(data), 900))] = draw.choice((0, 0xFF, 0x7F, 0x80, draw.randrange(256)))
-            data = bytes(changed)
-    (folder / "images" / "hostile.parquet").write_bytes(data)
-
-
-def hostile_arrow(folder: Path, draw: random.Random) -> None:
-    values = [picture(draw) for _ in range(3)]
-    made = pa.table({"image": pa.array(values, pa.binary()), "text": ["a", "b", "c"]})
-    kind, compression = draw.randrange(4), draw.choice((None, "zstd", "lz4"))
-    if kind == 0:
-        made = pa.table({"image": pa.array([bytes(draw.choice((1000, 300_000_000)) if compression else 1000)], pa.binary())})
-    elif kind == 1:
-        indices = pa.array(np.zeros(draw.choice((10, 3_000)), np.int32))
-        made = pa.table({"image": pa.DictionaryArray.from_arrays(indices, pa.array([draw.randbytes(200_000)], pa.binary()))})
-    file = io.BytesIO()
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with draw.choice((pa.ipc.new_stream, pa.ipc.new_file))(file, made.schema, options=options) as writer:
-        writer.write_table(made)
-    data = file.getvalue()
-    if kind > 1:
-        for _ in range(draw.randint(1, 3)):
-            changed = bytearray(data)
-            at = draw.randrange(min(len(data), 1500))
-            at = at if draw.random() < 0.5 else len(data) - 1 - at
-            changed[at : at + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"\x7f" * 8, draw.randbytes(8)))[: len(changed) - at]
-            data = bytes(changed)
-    (folder / "images" / "hostile.arrow").write_bytes(data)
+        odd = (pa.array([1.0]), pa.array([[b"a"]]), pa.array(["x" * 9]), pa.nulls(5))
+        made = pa.table({draw.choice(("image", "x", "")): draw.choice(odd)})
+    packed = "zstd" if kind == 1 else draw.choice((None, "zstd", "lz4"))
+    if suffix == "parquet":
+        packed = packed or draw.choice(("none", "snappy", "gzip", "brotli"))
+        pq.write_table(made, file, compression=packed, store_schema=draw.random() < 0.5, use_dictionary=kind != 1)
+    else:
+        options = pa.ipc.IpcWriteOptions(compression=packed)
+        with draw.choice((pa.ipc.new_stream, pa.ipc.new_file))(file, made.schema, options=options) as writer:
+            writer.write_table(made)
+    data = bytearray(file.getvalue())
+    for _ in range(draw.randint(1, 4) if kind > 3 or draw.random() < 0.3 else 0):  # where counts and sizes stand
+        at, size = draw.randrange(min(len(data), 900)), 1 if suffix == "parquet" else 8
+        at = at if suffix == "arrow" and draw.random() < 0.5 else len(data) - 1 - at
+        data[at : at + size] = draw.choice((b"\xff" * size, b"\0" * size, b"\x7f" * size, draw.randbytes(size)))[: len(data) - at]
+    (folder / "images" / f"hostile.{suffix}").write_bytes(bytes(data))
 
 
 def hostile_zip(folder: Path, draw: random.Random) -> None:
-    import zipfile
-
     path = folder / "images" / "hostile.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a.png", picture(draw))
@@ -282,9 +233,8 @@ def hostile_metadata(folder: Path, draw: random.Random) -> None:
     rows = [mutated_json(row, draw) if draw.random() < 0.5 else row for row in rows] * draw.choice((1, 1, 1, 2_000))
     text = "\n".join(json.dumps(row) for row in rows) if name.endswith("jsonl") else json.dumps(rows)
     if name.endswith("csv"):
-        text = "file_name,text\n" + "\n".join(
-            f"picture0.png,{'x' * draw.choice((1, 9000 if len(rows) < 9 else 9))}" for _ in rows
-        )
+        long = 9000 if len(rows) < 9 else 9
+        text = "\n".join(["file_name,text", *(f"picture0.png,{'x' * draw.choice((1, long))}" for _ in rows)])
     data = text.encode("utf-8", "surrogatepass")
     (folder / "images" / name).write_bytes(mutated_bytes(data, draw) if draw.random() < 0.7 else data)
 
@@ -304,28 +254,18 @@ REGEXES = ("(a+)+$", "(.*)*b", "(", "[", "*", "a{99999}", "(?P<a>b)(?P<a>c)", "\
 
 
 def query_of(draw: random.Random) -> str:
-    text = draw.choice(QUERIES)
-    return draw.choice(
-        (text, text * 1000, " ".join(draw.choice(QUERIES) for _ in range(9)), text + " count words", "count words " * 20_000)
-    )
+    text, several = draw.choice(QUERIES), " ".join(draw.choice(QUERIES) for _ in range(9))
+    return draw.choice((text, text * 1000, several, text + " count words", "count words " * 20_000))
 
 
 def words_of(draw: random.Random) -> list[str]:
     """A call of `search` or `find`, PROJECT and CODE for the folders."""
-    words = ["search", "--project", "PROJECT"] if draw.random() < 0.5 else ["find"]
-    if words[0] == "find":
-        words += draw.choice(
-            (
-                [],
-                ["--regex", draw.choice(REGEXES)],
-                ["--path", draw.choice(PATTERNS)],
-                ["--threshold", draw.choice(("nan", "-1", "9", "x"))],
-            )
-        )
-        words += ["--json"] if draw.random() < 0.2 else []
-        return [*words, "--", query_of(draw), "CODE"]
-    words += draw.choice(([], ["--limit", draw.choice(("0", "-1", "999999999", "1e3"))], ["--path", draw.choice(PATTERNS)]))
-    return [*words, "--", query_of(draw)]
+    path = ["--path", draw.choice(PATTERNS)]
+    if draw.random() < 0.5:
+        limit = ["--limit", draw.choice(("0", "-1", "999999999", "1e3"))]
+        return ["search", "--project", "PROJECT", *draw.choice(([], limit, path)), "--", query_of(draw)]
+    options = draw.choice(([], ["--regex", draw.choice(REGEXES)], path, ["--threshold", draw.choice(("nan", "-1", "9", "x"))]))
+    return ["find", *options, *(["--json"] if draw.random() < 0.2 else []), "--", query_of(draw), "CODE"]
 
 
 def call_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
@@ -349,70 +289,57 @@ def call_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
 Told = tuple[Any, str, float, int]
 
 
-def _measured(work: Callable[[], Any]) -> Told:
-    hard = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 3 * SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
-    signal.alarm(30 * SECONDS)
-    before, said, found = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "", None
-    try:
-        found = work()
-    except ValueError as error:
-        said = str(error)
-        assert said and "\n" not in said, repr(said)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return found, said, sum(used[:2]) - before, used.ru_maxrss // 1024
+def measured(work: Callable[..., Any]) -> Callable[..., Told]:
+    @functools.wraps(work)
+    def told(*given: Any) -> Told:
+        hard = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 3 * SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+        signal.alarm(30 * SECONDS)
+        before, said, found = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "", None
+        try:
+            found = work(*given)
+        except ValueError as error:
+            said = str(error)
+            assert said and "\n" not in said, repr(said)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return found, said, sum(used[:2]) - before, used.ru_maxrss // 1024
+
+    return told
 
 
-def sources(path: str) -> Told:
-    def work() -> Any:
-        projects.build(Path(path), "sources", "units", "pairs", "tokens")
-        rows = small.rows(Path(path), "units")
-        return sorted(row["qualified_name"] for row in rows if row["path"].partition("/")[2] in HONEST)
-
-    return _measured(work)
+@measured
+def sources(path: str) -> Any:
+    projects.build(Path(path), "sources", "units", "pairs", "tokens")
+    rows = small.rows(Path(path), "units")
+    return sorted(row["qualified_name"] for row in rows if row["path"].partition("/")[2] in HONEST)
 
 
-def pictures(path: str) -> Told:
-    def work() -> Any:
-        projects.build(Path(path), "images")
-        rows = small.rows(Path(path), "images")
-        with contextlib.suppress(ValueError):  # a wrong caption file is a mistake of the user, who is told the line
-            projects.build(Path(path), "captions")
-        return sorted(row["path"] for row in rows if row["rejected"] is None and row["path"].startswith("picture"))
-
-    return _measured(work)
+@measured
+def pictures(path: str) -> Any:
+    projects.build(Path(path), "images")
+    rows = small.rows(Path(path), "images")
+    with contextlib.suppress(ValueError):  # a wrong caption file is a mistake of the user, who is told the line
+        projects.build(Path(path), "captions")
+    return sorted(row["path"] for row in rows if row["rejected"] is None and row["path"].startswith("picture"))
 
 
-def ask(path: str, words: list[str]) -> Told:
-    def work() -> Any:
-        places = {"PROJECT": path, "CODE": f"{path}/code"}
-        code, _, err = projects.said(*(places.get(word, word) for word in words))
-        nothing = code == 1 and words[0] == "find"  # found
-        assert (code in (0, 2) or nothing) and not any(each in err for each in (*NEVER, *WARNINGS)), f"{code}: {err[-900:]}"
-        if code == 2:
-            lines = [line for line in err.splitlines() if line.startswith(("error: ", "Error: "))]
-            assert len(lines) == 1, err[-900:]
-        return []
-
-    return _measured(work)
+@measured
+def ask(path: str, words: list[str]) -> None:
+    places = {"PROJECT": path, "CODE": f"{path}/code"}
+    code, _, err = projects.said(*(places.get(word, word) for word in words))
+    nothing = code == 1 and words[0] == "find"  # found
+    assert (code in (0, 2) or nothing) and not any(each in err for each in (*NEVER, *WARNINGS)), f"{code}: {err[-900:]}"
+    assert code != 2 or sum(line.startswith(("error: ", "Error: ")) for line in err.splitlines()) == 1, err[-900:]
 
 
-def call(path: str, tool: str, given: dict[str, Any]) -> Told:
-    import asyncio
-
+@measured
+def call(path: str, tool: str, given: dict[str, Any]) -> None:
     from mcp.server.mcpserver.exceptions import ToolError
 
     from pipeline.commands.retrieval.mcp import make_server
 
-    def work() -> Any:
-        server = make_server([Path(path) / "code"])
-        try:
-            asyncio.run(server.call_tool(tool, given))
-        except ToolError as error:
-            assert "Traceback" not in str(error), error
-        return []
-
-    return _measured(work)
+    with contextlib.suppress(ToolError):
+        asyncio.run(make_server([Path(path) / "code"]).call_tool(tool, given))
 
 
 # The sweep
@@ -425,8 +352,8 @@ KINDS: dict[str, tuple[Callable[..., Told], Make | None]] = {
     "odd file": (sources, odd_file),
     "rules": (sources, rules),
     "tar": (pictures, hostile_tar),
-    "Parquet": (pictures, hostile_parquet),
-    "Arrow": (pictures, hostile_arrow),
+    "Parquet": (pictures, functools.partial(hostile_table, suffix="parquet")),
+    "Arrow": (pictures, functools.partial(hostile_table, suffix="arrow")),
     "zip": (pictures, hostile_zip),
     "metadata": (pictures, hostile_metadata),
     "query": (ask, None),
