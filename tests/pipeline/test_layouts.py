@@ -99,17 +99,14 @@ LAYOUTS = {
         "3 captions: 3 from captions.json",
         {f"a{n}{end}": (text, "metadata", None) for n, end, text in ((0, A, "whole name"), (1, B, "stem"), (2, C, "far"))},
     ),
-    "captions.json, a list": Layout(
-        TWO | {"captions.json": f'[{{"image": "a0{A}", "prompt": "red, round"}}, {{"path": "a1{B}", "caption": "blue"}}]'},
-        "2 captions: 2 from captions.json",
-        TWO_TEXTS,
-    ),
-    "captions.csv": Layout(
-        TWO | {"captions.csv": f'image,caption\na0{A},"red, round"\na1{B},blue\n'}, "2 captions: 2 from captions.csv", TWO_TEXTS
-    ),
-    "captions.tsv": Layout(
-        TWO | {"captions.tsv": f"image\tcaption\na0{A}\tred, round\na1{B}\tblue\n"}, "2 captions: 2 from captions.tsv", TWO_TEXTS
-    ),
+    **{
+        name: Layout(TWO | {name: text}, f"2 captions: 2 from {name}", TWO_TEXTS)
+        for name, text in {
+            "captions.json": f'[{{"image": "a0{A}", "prompt": "red, round"}}, {{"path": "a1{B}", "caption": "blue"}}]',
+            "captions.csv": f'image,caption\na0{A},"red, round"\na1{B},blue\n',
+            "captions.tsv": f"image\tcaption\na0{A}\tred, round\na1{B}\tblue\n",
+        }.items()
+    },
     "imagefolder": Layout(
         {f"train/{name}": None for name in TWO}
         | {"train/metadata.jsonl": "\n".join(f'{{"file_name": "{name}", "additional_feature": "of {name}"}}' for name in TWO)},
@@ -165,15 +162,11 @@ def test_a_folder_of_another_trainer_is_recognised_in_one_line_and_trained_as_it
 def test_a_onetrainer_file_of_concepts_becomes_a_project_that_trains(tmp_path, tiny_weights):
     data = tmp_path / "data"
     lay(data, {f"cat/x{A}": None, "cat/x.txt": "a cat", f"dog/y{B}": None, "dog/y.txt": "a dog"})
-    usual = {
-        "image": {},
-        "text": {"prompt_source": "sample", "prompt_path": ""},
-        "include_subdirectories": False,
-        "loss_weight": 1.0,
-    }
+    usual = {"image": {}, "text": {"prompt_source": "sample", "prompt_path": ""}, "include_subdirectories": False}
+    usual |= {"loss_weight": 1.0, "enabled": True, "balancing_strategy": "REPEATS"}
     concepts = [
-        usual | {"name": "cat", "path": str(data / "cat"), "enabled": True, "balancing": 4.0, "balancing_strategy": "REPEATS"},
-        usual | {"name": "dog", "path": "dog", "enabled": True, "balancing": 1.0, "balancing_strategy": "REPEATS"},
+        usual | {"name": "cat", "path": str(data / "cat"), "balancing": 4.0},
+        usual | {"name": "dog", "path": "dog", "balancing": 1.0},
         usual | {"name": "old", "path": "/gone", "enabled": False},
     ]
     write(data / "concepts.json", json.dumps(concepts))
@@ -203,31 +196,17 @@ def test_a_renamed_folder_changes_the_repeats_and_no_file_is_read_again(tmp_path
 # Folders that cannot be trained as they are
 
 
-ONE = {f"a{A}": None}
-CAT = {f"a/x{A}": None, "a/x.txt": "a cat"}
+ONE, CAT = {f"a{A}": None}, {f"a/x{A}": None, "a/x.txt": "a cat"}
 TWO_FOLDERS = '[[images.folder]]\npath = "images{}"\n\n[[images.folder]]\npath = "images/{}"\n'
-WRONG: dict[str, tuple[Files, dict[str, str], str]] = {  # files, lines of project.toml by section, what is said
-    "only reg": (
-        {f"reg/1_cat/a{A}": None},
-        {},
-        r"images holds only regularisation images, in reg/1_cat/: add images of the subject, or set images\.layout",
-    ),
-    "only references": (
-        {f"before/a{A}": None},
-        {"": '[images]\nreferences = ["before"]\n'},
-        r"images holds only reference images, in before/: add images of the subject, or set images\.layout",
-    ),
-    "no repeats": (
-        {f"0_ohwx cat/a{A}": None},
-        {},
-        r"images: all images have 0 repeats, as in 0_ohwx cat: give one folder more, or set images\.layout",
-    ),
-    "archive": ({"photos.zip": "PK"}, {}, r"images holds no images, but 1 \.zip file, such as photos\.zip: unpack it first$"),
-    "videos": (
-        {"a.mp4": "x"},
-        {},
-        r"images holds no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as PNG or JPEG$",
-    ),
+BEFORE = {"": '[images]\nreferences = ["before"]\n'}
+OTHER_COLUMN = {"captions": 'caption_column = "txet"\n'}
+Wrong = tuple[Files, dict[str, str], str]  # files, lines of project.toml by section, what is said
+WRONG: dict[str, Wrong] = {
+    "only reg": ({f"reg/1_cat/a{A}": None}, {}, "only regularisation images, in reg/1_cat/: add .* or set images.layout"),
+    "only references": ({f"before/a{A}": None}, BEFORE, "only reference images, in before/: add .* or set images.layout"),
+    "no repeats": ({f"0_ohwx cat/a{A}": None}, {}, "all images have 0 repeats, as in 0_ohwx cat: give one folder more, or set"),
+    "archive": ({"photos.zip": "PK"}, {}, r"no images, but 1 \.zip file, such as photos\.zip: unpack it first$"),
+    "videos": ({"a.mp4": "x"}, {}, r"no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as"),
     "other names": (
         ONE | {"a_caption.txt": "a cat"},
         {},
@@ -240,34 +219,14 @@ WRONG: dict[str, tuple[Files, dict[str, str], str]] = {  # files, lines of proje
     ),
     "other column": (
         ONE | {"metadata.jsonl": f'{{"file_name": "a{A}", "text": "a cat"}}'},
-        {"captions": 'caption_column = "txet"\n'},
+        OTHER_COLUMN,
         r"metadata\.jsonl, line 1: captions\.caption_column must name a column, got 'txet'; columns: .*text\?$",
     ),
-    "no map": (
-        ONE | {"captions.json": '"a cat"'},
-        {},
-        r"captions\.json: must be a map such as \{\"a\.png\": \"a cat\"\}, or a list such as .*, got a cat$",
-    ),
-    "twice": (
-        CAT,
-        {"": TWO_FOLDERS.format("", "a/..")},
-        r"images\.folder: 'images' and 'images/a/\.\.' are the same folder; name it once$",
-    ),
-    "absent": (
-        CAT,
-        {"": TWO_FOLDERS.format("/a", "b")},
-        r"images\.folder path must be a folder of images, got 'images/b': it does not exist$",
-    ),
-    "no folder of captions": (
-        ONE,
-        {"captions": 'folder = "words"\n'},
-        r"captions\.folder must be a folder of caption files, got 'words'",
-    ),
-    "onetrainer": (
-        {"../concepts.json": "[]"},
-        {"": '[images]\nfolder = "concepts.json"\n'},
-        r"concepts\.json is a file, not a folder|OneTrainer's concepts are read by",
-    ),
+    "no map": (ONE | {"captions.json": '"a cat"'}, {}, r"captions\.json: must be a map such as .*, or a list .*, got a cat$"),
+    "twice": (CAT, {"": TWO_FOLDERS.format("", "a/..")}, r"'images' and 'images/a/\.\.' are the same folder; name it once$"),
+    "absent": (CAT, {"": TWO_FOLDERS.format("/a", "b")}, "must be a folder of images, got 'images/b': it does not exist$"),
+    "no folder of captions": (ONE, {"captions": 'folder = "words"\n'}, "must be a folder of caption files, got 'words'"),
+    "onetrainer": ({"../concepts.json": "[]"}, {"": '[images]\nfolder = "concepts.json"\n'}, "concepts are read by"),
 }
 
 
