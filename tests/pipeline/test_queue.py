@@ -53,9 +53,12 @@ def held(queue: Queue, name: str) -> tuple[Job, Path]:
     """A job that waits for a file, once it runs."""
     file = queue.project / f"{name}.go"
     job = queue.add(["mark", name, "--until", str(file)])
-    wait(lambda: f"{name} begins" in marks(queue), "it begins")
-    wait(lambda: running(queue).pid > 0, "its process is known")
+    begun(queue, name)
     return job, file
+
+
+def begun(queue: Queue, name: str) -> None:
+    wait(lambda: f"{name} begins" in marks(queue) and running(queue).pid > 0, "it begins, and its process is known")
 
 
 def running(queue: Queue) -> Job:
@@ -90,21 +93,14 @@ def test_a_stop_that_comes_while_a_stage_begins_is_no_failure(queue, code):
     assert states(queue) == {number: "stopped"} and "killed" not in queue.jobs()[0].said
 
 
-@pytest.mark.parametrize("words", [["view"], ["mark", "--project=/elsewhere"], [], ["mark", "a\0"], ["--help"]])
-def test_a_command_that_was_written_into_the_file_by_hand_is_refused_as_add_would(queue, words):
+def test_jobs_run_one_after_another_in_their_order_not_while_paused_and_a_stopped_one_makes_room(queue):
     queue.pause()
-    queue.add(["mark", "a"])
-    content = json.loads((queue.folder / FILE).read_text())
-    content["jobs"][0]["words"] = words
-    (queue.folder / FILE).write_text(json.dumps(content | {"paused": False}))
-    for wrong in (queue.jobs, queue.start, queue.work):
-        with pytest.raises(ValueError, match="not a queue as this program writes it"):
-            wrong()
-    assert not marks(queue)
-
-
-def test_jobs_run_one_after_another_in_their_order_and_a_stopped_one_makes_room(queue):
-    first, _ = held(queue, "a")
+    first = queue.add(["mark", "a", "--until", str(queue.project / "never")])
+    assert not queue.works() and states(queue) == {first.number: "waiting"}
+    for words in (("queue", "log", "1", "-p", str(queue.project)), ("queue", f"--project={queue.project}", "log", "1")):
+        assert projects.said(*words)[0] == 0
+    queue.pause(False)
+    begun(queue, "a")
     others = [queue.add(["mark", name]).number for name in "bcd"]
     queue.move(others[2], 0)
     queue.cancel(others[1])
@@ -149,33 +145,16 @@ def test_after_the_machine_was_off_the_interrupted_job_goes_on_first_and_only_if
     assert [job.starts for job in queue.jobs()] == [2, 1]
 
 
-def test_a_killed_job_is_failed_and_the_next_one_begins(queue):
+def test_the_queues_of_two_projects_use_the_device_in_turns_and_a_killed_job_is_failed(queue, tmp_path):
     held(queue, "a")
-    queue.add(["mark", "b"])
-    os.kill(running(queue).pid, signal.SIGKILL)
-    wait(lambda: is_idle(queue), "the next one runs")
-    assert [(job.state, job.said) for job in queue.jobs()] == [("failed", "killed by signal 9"), ("finished", "b is marked")]
-
-
-def test_the_queues_of_two_projects_use_the_device_in_turns(queue, tmp_path):
-    _, file = held(queue, "a")
     other = Queue(make(tmp_path / "other"))
     job = other.add(["mark", "b"])
     wait(other.works, "its worker waits")
     assert states(other)[job.number] == "waiting" and not marks(other)
-    file.touch()
+    os.kill(running(queue).pid, signal.SIGKILL)
     wait(lambda: is_idle(queue) and is_idle(other), "both end")
+    assert [(each.state, each.said) for each in queue.jobs()] == [("failed", "killed by signal 9")]
     assert marks(other) == ["b begins", "b ends"]
-
-
-def test_a_paused_queue_begins_no_job(queue):
-    queue.pause()
-    queue.add(["mark", "a"])
-    assert not queue.works() and list(states(queue).values()) == ["waiting"]
-    for words in (("queue", "log", "1", "-p", str(queue.project)), ("queue", f"--project={queue.project}", "log", "1")):
-        assert projects.said(*words)[0] == 0
-    queue.pause(False)
-    wait(lambda: is_idle(queue), "it runs")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +165,10 @@ def test_a_paused_queue_begins_no_job(queue):
         '{"jobs": 3}',
         '{"jobs": [{"number": "1", "words": ["train"]}], "paused": false, "last": 1}',
         '{"jobs": [{"number": 1, "words": ["train"], "state": "lost"}], "paused": false, "last": 1}',
+        *(
+            json.dumps({"jobs": [{"number": 1, "words": words}], "paused": False, "last": 1})
+            for words in (["view"], ["mark", "--project=/elsewhere"], [], ["mark", "a\0"], ["--help"])  # which `add` refuses
+        ),
     ],
 )
 def test_a_file_that_was_damaged_or_edited_wrongly_is_one_line_and_stays(queue, text):
@@ -194,7 +177,9 @@ def test_a_file_that_was_damaged_or_edited_wrongly_is_one_line_and_stays(queue, 
     for words in ([], ["add", "longest"], ["start"]):
         code, _, error = projects.said("queue", "-p", str(queue.project), *words)
         assert code == 2 and error.count("\n") == 1 and FILE in error and "delete it" in error, error
-    assert (queue.folder / FILE).read_text() == text
+    with pytest.raises(ValueError, match="delete it"):
+        queue.work()
+    assert (queue.folder / FILE).read_text() == text and not marks(queue)
 
 
 @pytest.mark.parametrize(
