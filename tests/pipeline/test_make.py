@@ -16,8 +16,9 @@ from tests import projects
 VARIABLES = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=projects.ROOT, env=VARIABLES, capture_output=True, text=True, timeout=600, check=False)
+def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = VARIABLES | variables
+    return subprocess.run(words, cwd=projects.ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
@@ -53,6 +54,7 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
 
 
 IN = ("-p", "data/projects/example")
+INIT = {"images": "~/my cats", "family": "micro", "trigger": "ohwx's $cat", "preset": "style"}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,11 @@ IN = ("-p", "data/projects/example")
         ("export", ("RUN=1a2b",), ("export", *IN, "--run", "1a2b")),
         ("evaluate", ("RUN=slow",), ("evaluate", *IN, "--run", "slow")),
         ("segments", ("EVERY=5", "SET=train.lr=1"), ("segments", "--every", "5", *IN, "--set", "train.lr=1")),
+        (
+            "init",
+            ("PROJECT=my cats", *(f"{name.upper()}={text}" for name, text in INIT.items())),
+            ("init", *(word for name, text in INIT.items() for word in (f"--{name}", text)), "--", "my cats"),
+        ),
     ],
 )
 def test_a_variable_feeds_one_option_of_the_command(target, given, words):
@@ -71,27 +78,14 @@ def test_a_variable_feeds_one_option_of_the_command(target, given, words):
 
 def test_variables_of_the_environment_other_than_the_project_are_not_read():
     words = ["make", "-s", "-o", ".venv/ready", "runs", f"LATENTMILL={sys.executable} -c '{WORDS}'"]
-    environment = VARIABLES | {"NAME": "host", "RUN": "x", "SET": "train.steps=1", "PROJECT": "cats"}
-    done = subprocess.run(words, cwd=projects.ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = run(words, NAME="host", RUN="x", SET="train.steps=1", PROJECT="cats")
     assert json.loads(done.stdout) == ["runs", "-p", "cats"]
 
 
-def test_make_init_passes_every_option_on():
-    given = {"IMAGES": "~/my cats", "FAMILY": "micro", "TRIGGER": "ohwx's $cat", "PRESET": "style"}
-    found = through_make("init", "PROJECT=my cats", *(f"{name}={text}" for name, text in given.items()))
-    options = [word for name, text in given.items() for word in (f"--{name.lower()}", text)]
-    assert found == ["init", *options, "--", "my cats"]
-
-
-def test_what_make_gives_to_a_command_it_does_not_give_to_the_stages_before():
+def test_what_make_gives_to_a_command_it_does_not_give_to_the_stages_before_which_check_captions_first():
     for target, option in (("segments", "--every"), ("evaluate", "evaluate"), ("train", "--name")):
         said = run(["make", "-n", "-o", ".venv/ready", target, "NAME=fast"]).stdout
         assert sum(f" {option} " in line for line in said.splitlines()) == 1, said
-
-
-def test_make_train_checks_captions_before_weights_are_needed():
-    words = ["make", "-n", "-o", ".venv/ready", "train"]
-    said = run(words).stdout
     assert re.findall(r"run (\w+)", said)[:5] == ["images", "captions", "checks", "buckets", "latents"]
 
 
@@ -132,17 +126,17 @@ def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatc
     assert shell_path(type(CHECKOUT)(".")) == str(tmp_path.resolve())
 
 
-@pytest.mark.parametrize("wrong", ["PROJET=data/cats", "project=data/cats", "STEPS=3"])
-def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
-    words = ["make", "-n", "-o", ".venv/ready", "train", wrong]
-    done = run(words)
-    assert done.returncode and not done.stdout
-    assert f"make has no variable {wrong.partition('=')[0]}; there are PROJECT" in done.stderr
-
-
 @pytest.mark.parametrize(
-    ("given", "missing"), [((), "PROJECT and IMAGES"), (("PROJECT=/tmp/x",), "IMAGES, the folder of images")]
+    ("words", "said"),
+    [
+        *(
+            (("train", f"{wrong}=data/cats"), f"make has no variable {wrong}; there are PROJECT")
+            for wrong in ("PROJET", "project")
+        ),
+        (("init",), "make init needs PROJECT and IMAGES, such as: make init PROJECT="),
+        (("init", "PROJECT=/tmp/x"), "make init needs IMAGES, the folder of images, such as: make init PROJECT="),
+    ],
 )
-def test_make_init_asks_for_what_is_missing_by_the_names_that_make_has_for_it(given, missing):
-    done = run(["make", "-o", ".venv/ready", "init", *given])
-    assert done.returncode and f"make init needs {missing}, such as: make init PROJECT=" in done.stderr
+def test_a_misspelt_or_missing_variable_is_named_and_nothing_runs(words, said):
+    done = run(["make", "-o", ".venv/ready", *words])
+    assert done.returncode and not done.stdout and said in done.stderr

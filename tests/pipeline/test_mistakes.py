@@ -23,12 +23,6 @@ def project(tmp_path, tiny_weights) -> Path:
     return projects.make(tmp_path / "project", tiny_weights, images=3)
 
 
-@pytest.fixture
-def weights(tmp_path, tiny_weights) -> Path:
-    shutil.copytree(tiny_weights, tmp_path / "weights")
-    return tmp_path / "weights"
-
-
 def refused(folder: Path, *arguments: str) -> str:
     """The one line that begins with "error: ", of exit code 2."""
     code, out, err = projects.said(*arguments, "--project", str(folder))
@@ -36,10 +30,6 @@ def refused(folder: Path, *arguments: str) -> str:
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
     return lines[0]
-
-
-def test_a_project_folder_that_is_missing_is_named(tmp_path):
-    assert "nowhere" in refused(tmp_path / "nowhere", "run", "images", "--only")
 
 
 def test_a_path_with_a_line_break_and_too_little_address_space_are_one_line(tmp_path):
@@ -50,10 +40,8 @@ def test_a_path_with_a_line_break_and_too_little_address_space_are_one_line(tmp_
     folder = folder.rename(tmp_path / "one")
     words = [sys.executable, "-m", "pipeline", "query", "select 1", "--project", str(folder)]
     done = subprocess.run(["bash", "-c", 'ulimit -v 900000; "$@"', "", *words], cwd=projects.ROOT, capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and done.stderr == "error: the limit of address space is 0.9 GB (ulimit -v), less than 4 GB: raise it\n"
-    )
+    said = "error: the limit of address space is 0.9 GB (ulimit -v), less than 4 GB: raise it\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_command_of_another_pipeline_alone_says_whose_it_is(tmp_path):
@@ -66,48 +54,34 @@ def test_a_command_of_another_pipeline_alone_says_whose_it_is(tmp_path):
             assert f"{command} is a command of {one}" in refused(folders[other], command)
 
 
-def test_a_missing_image_folder_is_named(project):
+def test_a_missing_folder_of_the_project_or_of_images_is_named_and_a_mistake_in_the_file_stops_before_anything_is_written(
+    project, tmp_path
+):
+    assert "nowhere" in refused(tmp_path / "nowhere", "run", "images", "--only")
+    projects.edit(project, "resolutions", "resolution")
+    assert "did you mean resolutions?" in refused(project, "run", "images", "--only")
+    assert not (project / "tables").exists()
+    projects.edit(project, "resolution", "resolutions")
     (project / "images").rename(project / "pictures")
     assert "images" in refused(project, "run", "images", "--only")
 
 
-def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project):
-    projects.edit(project, "resolutions", "resolution")
-    assert "did you mean resolutions?" in refused(project, "run", "images", "--only")
-    assert not (project / "tables").exists()
-
-
-def test_missing_weights_are_named(project, weights):
-    use(project, weights)
-    shutil.rmtree(weights / "vae")
-    assert "vae" in refused(project, "run", "latents", "--only")
-    shutil.rmtree(weights)
-    assert "weights" in refused(project, "run", "embeddings", "--only")
-
-
-def use(project: Path, weights: Path) -> None:
-    lines = (project / "project.toml").read_text().splitlines()
-    lines = [f'weights = "{weights}"' if line.startswith("weights") else line for line in lines]
-    (project / "project.toml").write_text("\n".join(lines))
+def test_missing_and_truncated_weights_are_refused_with_the_name_of_the_file(project, tmp_path, tiny_weights):
+    weights = Path(shutil.copytree(tiny_weights, tmp_path / "weights"))
+    projects.edit(project, str(tiny_weights), str(weights))
     projects.build(project, "images", "captions", "buckets")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.999])
-def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weights, share):
-    use(project, weights)
     file = next((weights / "vae").glob("*.safetensors"))
     whole = file.read_bytes()
-    file.write_bytes(whole[: int(len(whole) * share)])
-    assert file.name in refused(project, "run", "latents", "--only")
+    for share in (0.0, 0.999):
+        file.write_bytes(whole[: int(len(whole) * share)])
+        assert file.name in refused(project, "run", "latents", "--only")
+    (weights / "vae").rename(weights / "away")
+    assert "vae" in refused(project, "run", "latents", "--only")
+    (weights / "away").rename(weights / "vae")
     file.write_bytes(whole)
     projects.latentmill(project, "run", "latents", "--only")
-
-
-def test_init_refuses_to_overwrite_a_project(project):
-    text = (project / "project.toml").read_text()
-    code, _, err = projects.said("init", str(project), "--images", str(project / "images"))
-    assert code == USER and "exists already" in err
-    assert (project / "project.toml").read_text() == text
+    shutil.rmtree(weights)
+    assert "weights" in refused(project, "run", "embeddings", "--only")
 
 
 def test_messages_name_the_image_folder_without_dots_also_where_the_project_is_a_link(tmp_path, project):
@@ -119,7 +93,10 @@ def test_messages_name_the_image_folder_without_dots_also_where_the_project_is_a
         assert ".." not in found.parts and found.samefile(project / "images")
 
 
-def test_a_failed_init_leaves_no_file(tmp_path, project):
+def test_init_overwrites_no_project_and_a_failed_one_leaves_no_file(tmp_path, project):
+    text = (project / "project.toml").read_text()
+    code, _, err = projects.said("init", str(project), "--images", str(project / "images"))
+    assert code == USER and "exists already" in err and (project / "project.toml").read_text() == text
     options = {"images": str(project / "images"), "family": "tiny"}
     with pytest.raises(ValueError, match="placeholder"):
         new_project(tmp_path / "new", options | {"trigger": "{caption}"})
@@ -179,14 +156,13 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_typical_mistake_on_the_command_line_is_answered_with_what_to_write(tmp_path, arguments, said):
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [*(("", *each) for each in COMMANDS), *((text, ["status"], said) for text, said in SETTINGS)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_typical_mistake_is_answered_with_what_to_write(tmp_path, text, arguments, said):
     folder = projects.make(tmp_path / "project", tmp_path, images=1)
+    if text:
+        (folder / "project.toml").write_text(f"{text}\n")
     assert said in " ".join(projects.latentmill(folder, *arguments, code=USER).split())
-
-
-@pytest.mark.parametrize(("text", "said"), SETTINGS)
-def test_a_typical_mistake_in_project_toml_is_answered_with_the_right_setting(tmp_path, text, said):
-    folder = projects.make(tmp_path / "project", tmp_path, images=1)
-    (folder / "project.toml").write_text(f"{text}\n")
-    assert said in projects.latentmill(folder, "status", code=USER)
