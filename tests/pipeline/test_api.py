@@ -55,18 +55,14 @@ def test_rows_are_arrow_and_tensors_are_memory_mapped_arrays(built):
     assert list(x.shape) == p["latents"].to_arrow()["shape"][0].as_py()
     assert np.isclose(x.astype(np.float32).mean(), p["latents"].to_arrow()["mean"][0].as_py(), atol=1e-4)
     assert mx.array(x).dtype == mx.bfloat16 and mx.array_equal(mx.array(x).astype(mx.float32), mx.array(x.astype(np.float32)))
-    assert _owner_of_memory(x) == "mmap"
+    owner: Any = x
+    while getattr(owner, "base", None) is not None:
+        owner = owner.base
+    assert type(owner.obj if isinstance(owner, memoryview) else owner).__name__ == "mmap"
     with pytest.raises(ValueError, match="latents has no row 'no such key'; to_arrow"):
         p["latents"]["no such key"]
     with pytest.raises(TypeError, match="have no tensors; use to_arrow"):
         p["images"][key]
-
-
-def _owner_of_memory(array: np.ndarray) -> str:
-    base: Any = array
-    while getattr(base, "base", None) is not None:
-        base = base.base
-    return type(base.obj if isinstance(base, memoryview) else base).__name__
 
 
 def test_sql_and_panels_answer_with_arrow_tables(built):
@@ -81,31 +77,24 @@ def test_sql_and_panels_answer_with_arrow_tables(built):
         p.adaptre()
 
 
-def test_progress_is_reported_to_a_function_or_not_at_all(tmp_path, tiny_weights, capfd):
+def test_progress_is_reported_to_a_function_or_not_at_all_and_an_object_notices_what_has_run_elsewhere(
+    tmp_path, tiny_weights, capfd
+):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     calls: list[tuple[str, int, int, str]] = []
-    Project(folder).run("buckets", upstream=True, progress=lambda *call: calls.append(call))
-    assert {stage for stage, *_ in calls} >= {"images"} and all(0 <= done <= total for _, done, total, _ in calls)
-    Project(folder).run("train", upstream=True, progress=False)
-    assert capfd.readouterr() == ("", "")
-    Project(folder, {"images.min_side": 32}).run("images")
-    assert capfd.readouterr().out == ""
-
-
-def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     p = Project(folder)
-    p.run("captions", upstream=True, progress=False)
+    p.run("captions", upstream=True, progress=lambda *call: calls.append(call))
+    assert {stage for stage, *_ in calls} >= {"images"} and all(0 <= done <= total for _, done, total, _ in calls)
     before = p["captions"]
     count = len(before)
     projects.add_image(folder, "more.png", seed=9)
-    projects.latentmill_process(folder, "run", "images", "--only")
-    projects.latentmill(folder, "run", "captions", "--only")
+    p.run("images", progress=False)
+    assert capfd.readouterr() == ("", "")
+    Project(folder, {"images.min_side": 32}).run("images")
+    assert capfd.readouterr().out == ""
+    projects.latentmill_process(folder, "run", "captions", "--only")
     assert len(p["captions"]) == p.sql("select count(*) as n from captions")["n"][0].as_py() == count + 1
     assert len(before) == before.to_arrow().num_rows == count
-    projects.add_image(folder, "fourth.png", seed=10)
-    p.run("captions", upstream=True, progress=False)
-    assert len(p["captions"]) == count + 2
 
 
 FORK = """
@@ -145,11 +134,6 @@ def test_importing_the_api_loads_few_modules_beside_those_of_pyarrow_and_nothing
     assert loaded == [] and api <= 1.5 * arrow
 
 
-def cells(text: str) -> list[str]:
-    parts = text.split("# %%")[1:]
-    return [part for part in parts if not part.startswith(" [markdown]")]
-
-
 NOTEBOOK = """
 import sys, threading
 failed = []
@@ -171,12 +155,9 @@ print("FAILED", failed)
 @pytest.mark.slow
 def test_the_notebook_of_the_example_runs_cell_by_cell_in_a_thread(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=3)
-    text = (
-        (projects.ROOT / "data" / "projects" / "example" / "notebook.py")
-        .read_text()
-        .replace("data/projects/example", str(folder))
-    )
-    words = [sys.executable, "-c", NOTEBOOK, *cells(text.replace('"train.steps": 200', '"train.steps": 4'))]
+    text = (projects.ROOT / "data/projects/example/notebook.py").read_text().replace("data/projects/example", str(folder))
+    parts = text.replace('"train.steps": 200', '"train.steps": 4').split("# %%")[1:]
+    words = [sys.executable, "-c", NOTEBOOK, *(part for part in parts if not part.startswith(" [markdown]"))]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert "FAILED []" in done.stdout, done.stdout + done.stderr
     assert "train 4 rows" in done.stdout and "3 images; latent" in done.stdout

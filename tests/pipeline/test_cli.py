@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pipeline import cli
 from pipeline.store.disk import format_bytes
 from stages.text_to_image import PIPELINE
@@ -26,10 +24,6 @@ def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
     return out + err
 
 
-def references() -> dict[str, str]:
-    return {name: reference for _, commands in cli.command_groups(()) for name, reference in commands.items()}
-
-
 def test_the_help_lists_all_commands_and_loads_nothing_large():
     code = (
         "import sys; from click.testing import CliRunner; from pipeline.cli import cli\n"
@@ -37,21 +31,18 @@ def test_the_help_lists_all_commands_and_loads_nothing_large():
         "print('LOADED', [m for m in ('mlx', 'numpy', 'pyarrow', 'lance', 'duckdb', 'tokenizers', 'PIL') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout
-    for name in references():
+    for name in (name for _, commands in cli.command_groups(()) for name in commands):
         assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
     assert "LOADED []" in out
 
 
-def test_a_pipeline_outside_the_packages_brings_its_command_to_its_projects(tmp_path):
+def test_a_pipeline_outside_the_packages_brings_its_command_to_its_projects_alone(tmp_path):
     folder = toy.make(tmp_path / "texts")
     projects.latentmill(folder, "run", "lines", "--only")
     assert projects.latentmill_process(folder, "longest") == "one two three four five\n"
     assert latentmill("longest", folder=folder) == "one two three four five\n"
     assert "Commands of tests.toy" in latentmill("--help", folder=folder)
     assert "there is no command 'longest'" in latentmill("longest", folder=tmp_path)
-
-
-def test_a_command_that_does_not_exist_gets_the_nearest_name(tmp_path):
     assert "there is no command 'stauts'; did you mean status?" in latentmill("stauts", folder=tmp_path)
 
 
@@ -80,20 +71,19 @@ def test_every_panel_answers_over_a_small_project(tmp_path):
     assert [panel.name for panel in PIPELINE.panels if not catalog.execute(panel.sql).fetchall()] == []
 
 
-def test_help_explains_a_command_of_two_pipelines_once():
+def test_help_explains_every_stage_and_a_command_of_two_pipelines_once():
     out = latentmill("--help")
     assert all(len(re.findall(rf"^  {name} ", out, re.MULTILINE)) == 1 for name in ("evaluate", "export"))
     assert re.search(r"^Commands of retrieval.*; also evaluate and export:$", out, re.MULTILINE)
+    for name in PIPELINE.stages:
+        assert f"Run the stage {name}" in latentmill(name, "--help")
 
 
-def test_the_families_are_listed_with_licence_and_source():
+def test_the_families_are_listed_with_licence_and_source_and_have_the_sizes_of_the_page_of_weights():
     out = latentmill("families")
     assert re.search(r"^klein-base-4b +\S.*Apache.* 16.1 GB ", out, re.MULTILINE)
     heads = [line.split(")")[0] for line in out.splitlines() if line.startswith("family")]
     assert heads == ["family (text_to_image", "family (retrieval"]  # each has a family `tiny`
-
-
-def test_the_page_of_weights_has_the_sizes_that_plan_and_families_say():
     page = (projects.ROOT / "data" / "docs" / "weights.md").read_text()
     for family in ("klein-base-4b", "klein-base-9b", "dev", "flux3-klein-base", "z-image"):
         sizes = FAMILIES[family].component_bytes()
@@ -101,19 +91,12 @@ def test_the_page_of_weights_has_the_sizes_that_plan_and_families_say():
         assert all(format_bytes(sizes[part]) in line for part in ("transformer", "text_encoder")), line
 
 
-@pytest.mark.parametrize("words", ["plan", "status", "runs", "doctor", "families", "lint", "panel checks"])
-def test_what_a_script_may_ask_for_prints_json_with_json(words, tmp_path, tiny_weights):
+def test_what_a_script_may_ask_for_prints_json_with_json(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
-    where = [] if words in ("doctor", "families") else ["--project", str(folder)]
-    if words == "panel checks":
-        projects.build(folder, "images", "captions", "checks")
-    code, out, _ = projects.said(*words.split(), "--json", *where)
-    assert code == 0 and isinstance(json.loads(out), list | dict)
-
-
-@pytest.mark.parametrize("name", PIPELINE.stages)
-def test_the_name_of_a_stage_is_a_command(name):
-    assert f"Run the stage {name}" in latentmill(name, "--help")
+    for words in ("plan", "status", "runs", "doctor", "families", "lint", "panel checks"):  # lint builds the table checks
+        where = [] if words in ("doctor", "families") else ["--project", str(folder)]
+        code, out, _ = projects.said(*words.split(), "--json", *where)
+        assert code == 0 and isinstance(json.loads(out), list | dict), words
 
 
 def test_make_help_lists_the_targets_in_80_columns():
