@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,9 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make(tmp_path_factory.mktemp("indexed") / "project", verbs=6, things=5)
     run(folder, *INDEXED)
     return folder
+
+
+@pytest.fixture
+def folder(indexed: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(indexed, tmp_path / "project", symlinks=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
@@ -98,12 +97,10 @@ def test_a_file_that_is_nested_deeply_or_cannot_be_parsed_has_units(language):
         assert units(text, language), text[:9]
 
 
-def test_a_file_of_configuration_is_found_and_counts_less_than_functions(indexed, tmp_path, monkeypatch):
+def test_a_file_of_configuration_is_found_and_counts_less_than_functions(folder):
     from pipeline.project.project import Project
     from stages.retrieval.search.ranking import Units
 
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
     files = {"a.toml": TOML, "b.yml": YAML, "c.json": JSON, "package-lock.json": JSON + "\n", "d.json": JSON + "\n" * 64_000}
     for name, text in files.items():
         (folder / "code" / name).write_text(text)
@@ -117,9 +114,7 @@ def test_a_file_of_configuration_is_found_and_counts_less_than_functions(indexed
     assert {"code/a.toml", "code/b.yml", "code/c.json"} <= least and "code/flat/words.py" not in least
 
 
-def test_files_of_a_language_that_an_older_version_did_not_know_are_read_and_nothing_else_is(indexed, tmp_path, monkeypatch):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_files_of_a_language_that_an_older_version_did_not_know_are_read_and_nothing_else_is(folder, monkeypatch):
     (folder / "code" / "a.toml").write_text(TOML)
     with monkeypatch.context() as older:
         older.setattr(sources, "LANGUAGES", {".py": "python"})

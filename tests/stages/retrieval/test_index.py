@@ -85,20 +85,23 @@ def test_hybrid_search_with_weight_zero_begins_as_lexical_and_with_one_needs_no_
     assert words == {0.0}
 
 
-def test_words_of_a_docstring_are_found_and_an_edited_one_is_taken_up_without_building_all_words_again(
-    indexed, tmp_path, monkeypatch
+def test_words_of_a_docstring_are_found_and_edits_and_deletions_are_taken_up_without_building_all_words_again(
+    folder, monkeypatch
 ):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
-    file = folder / "code" / "flat" / "words.py"
+    code = folder / "code"
+    file = code / "flat" / "words.py"
     text = file.read_text()
-    assert searcher(folder).search("zebra", "lexical") == []
+    assert searcher(folder).search("zebra", "lexical") == [] != searcher(folder).search("lines", "lexical")
     # Neither its first sentence nor a line of code is another one.
     file.write_text(text.replace("values: the words.", "values: zebras", 1))
+    (code / "deep" / "lines.py").unlink()
     monkeypatch.setattr(lexical, "STALE", 1.0)
     monkeypatch.delattr(lexical, "build")
     run(folder, "sources", "units", "pairs", "tokens", "vectors", "index")
     assert [answer.row["qualified_name"] for answer in searcher(folder).search("zebra", "lexical")] == ["count_words"]
+    assert not [row for row in rows(folder, "index") if row["path"].endswith("lines.py")]
+    assert searcher(folder).search("lines", "lexical") == []
+    assert len(list(artifacts(folder).iterdir())) == 2
 
 
 def test_the_unit_whose_title_means_the_query_comes_first(indexed, monkeypatch):
@@ -117,41 +120,30 @@ def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexe
     assert all(answer.match >= least for answer in searcher(indexed).search("sort the colours", limit=100, least=least))
 
 
-def test_a_path_limits_the_answers_to_files_that_match(indexed):
+def test_a_path_limits_the_answers_and_one_without_files_or_a_query_without_words_is_one_line(indexed):
     found = searcher(indexed).search("count things", "hybrid", paths=["*/deep/*"])
     assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}
     with pytest.raises(ValueError, match=r"no file matches .*drop table units.*; paths are such as 'code/"):
         searcher(indexed).search("count things", "hybrid", paths=["'; drop table units"])
+    for query in ("", "  ", "?!"):
+        with pytest.raises(ValueError, match="the query must have a word"):
+            searcher(indexed).search(query)
 
 
-@pytest.mark.parametrize("mode", ["semantic", "lexical", "hybrid"])
-def test_sql_in_a_query_is_searched_like_other_words_and_changes_nothing(mode, indexed):
+def test_sql_in_a_query_is_searched_like_other_words_and_changes_nothing(indexed):
     before = {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()}
-    assert searcher(indexed).search("'; drop table units; -- sort the colours' or '1' = '1", mode)
+    for mode in ("semantic", "lexical", "hybrid"):
+        assert searcher(indexed).search("'; drop table units; -- sort the colours' or '1' = '1", mode)
     assert {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()} == before
-    assert searcher(indexed).search("sort the colours", mode)
 
 
-@pytest.mark.parametrize("query", ["", "  ", "?!"])
-def test_a_query_without_words_is_one_line(query, indexed):
-    with pytest.raises(ValueError, match="the query must have a word"):
-        searcher(indexed).search(query)
-
-
-def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run_and_vectors_that_are_gone_are_one_line(folder):
     for path in artifacts(folder).glob("pooled-*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"incomplete or of another state of the project: run make index"):
         searcher(folder)
     run(folder, "index")
     assert searcher(folder).search("count words", "semantic")
-
-
-def test_vectors_that_are_gone_are_one_line(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
     for shard in folder.glob("tables/vectors/*/shards/*.arrow"):
         shard.write_bytes(b"")
     said = projects.latentmill(folder, "search", "sort the colours", code=2)
@@ -159,9 +151,7 @@ def test_vectors_that_are_gone_are_one_line(indexed, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut", "flipped", "whole folder"])
-def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_repair(damage, indexed, tmp_path, capfd):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_repair(damage, folder, capfd):
     (words,) = artifacts(folder).glob("words-*.lance")
     files = [path for path in words.rglob("*") if path.is_file()]
     before = projects.latentmill(folder, "search", "sort the colours", "--lexical")
@@ -181,16 +171,6 @@ def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_re
     assert Project(folder).verify(repair=True) == []
     assert projects.latentmill(folder, "search", "sort the colours", "--lexical") == before
     assert "panicked" not in capfd.readouterr().err
-
-
-def test_a_deleted_file_leaves_the_index_and_its_artifacts(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
-    (folder / "code" / "flat" / "words.py").unlink()
-    run(folder, "sources", "units", "pairs", "tokens", "vectors", "index")
-    assert not [row for row in rows(folder, "index") if row["path"].endswith("words.py")]
-    assert len(list(artifacts(folder).iterdir())) == 2
-    assert not [answer for answer in searcher(folder).search("words", "lexical") if answer.row["path"].endswith("words.py")]
 
 
 def ranked(base: list[int], tuned: list[int], split: str = "valid") -> pa.Table:
@@ -251,10 +231,9 @@ def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, mo
         call("")
 
 
-def test_a_search_says_how_many_files_are_newer_than_the_index(indexed, tmp_path):
+def test_a_search_says_how_many_files_are_newer_than_the_index(folder):
     from pipeline.commands.retrieval.search import staleness
 
-    folder = Path(shutil.copytree(indexed, tmp_path / "copy"))
     run(folder, "sources")  # the copies are other files
     assert staleness(Project(folder)) == ""
     (folder / "code" / "flat" / "words.py").unlink()

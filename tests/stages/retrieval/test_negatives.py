@@ -22,8 +22,9 @@ def test_the_hardest_come_first_and_the_own_document_never():
     assert choose(scores, 5.0, [0], NegativesConfig(count=2, skip=1, max_ratio=2.0)) == [1, 2]
 
 
-def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_document(tmp_path):
-    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n[negatives]\ncount = 3\n', verbs=6, things=4)
+def test_every_training_pair_has_negatives_that_are_neither_duplicates_of_its_document_nor_of_held_out_pairs(tmp_path):
+    shares = "valid = 0.3\ntest = 0.3\nmax_leak = 1.0\n"
+    folder = make(tmp_path / "project", f'[pairs]\nsplit = "unit"\n{shares}[negatives]\ncount = 3\n', verbs=6, things=4)
     run(folder, "sources", "units", "pairs", "tokens", "negatives")
     pairs = {row["pair_id"]: row for row in rows(folder, "pairs")}
     found = defaultdict(list)
@@ -32,43 +33,29 @@ def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_documen
     trained = {key for key, row in pairs.items() if row["split"] == "train" and row["rejected"] is None}
     assert trained and found.keys() == trained
     groups = {row["unit_id"]: row["duplicate_group"] for row in pairs.values()}
+    splits = {row["unit_id"]: row["split"] for row in pairs.values()}
+    assert set(splits.values()) == {"train", "valid", "test"}
     for pair_id, negatives in found.items():
         assert sorted(row["position"] for row in negatives) == [0, 1, 2]
         assert len({row["unit_id"] for row in negatives}) == 3
+        assert {splits.get(row["unit_id"], "train") for row in negatives} == {"train"}
         assert pairs[pair_id]["duplicate_group"] not in {groups[row["unit_id"]] for row in negatives}
 
 
-def test_no_document_of_a_held_out_pair_is_a_negative(tmp_path):
-    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\nvalid = 0.3\ntest = 0.3\nmax_leak = 1.0\n', verbs=6, things=4)
-    run(folder, "sources", "units", "pairs", "tokens", "negatives")
-    splits = {row["unit_id"]: row["split"] for row in rows(folder, "pairs")}
-    assert set(splits.values()) == {"train", "valid", "test"}
-    found = {row["unit_id"] for row in rows(folder, "negatives")}
-    assert found and {splits.get(unit_id, "train") for unit_id in found} == {"train"}
-
-
-def test_another_document_makes_the_negatives_anew(tmp_path):
-    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n', verbs=5, things=3)
-    run(folder, "sources", "units", "pairs", "tokens", "negatives")
+def test_another_document_makes_the_negatives_anew_and_with_a_count_of_zero_none_are_wanted(folder):
+    run(folder, "negatives")
     before = rows(folder, "negatives")
     file = folder / "code" / "new.py"
-    file.write_text((folder / "code" / "flat" / "words.py").read_text().replace("values", "items"))
-    run(folder, "sources", "units", "pairs", "tokens", "negatives")
-    assert rows(folder, "negatives") != before
-    file.unlink()
-    run(folder, "sources", "units", "pairs", "tokens", "negatives")
-    assert rows(folder, "negatives") == before
+    text = (folder / "code" / "flat" / "words.py").read_text()
+    for change in (lambda: file.write_text(text.replace("values", "items")), file.unlink):
+        change()
+        run(folder, "sources", "units", "pairs", "tokens", "negatives")
+        assert (rows(folder, "negatives") == before) is not file.exists()
+    run(folder, "negatives", overrides={"negatives.count": 0})
+    assert not rows(folder, "negatives", {"negatives.count": 0})
 
 
-def test_no_negatives_are_wanted_with_a_count_of_zero(tmp_path):
-    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n[negatives]\ncount = 0\n')
-    run(folder, "sources", "units", "pairs", "tokens", "negatives")
-    assert not rows(folder, "negatives")
-
-
-def test_negatives_of_an_encoder_are_the_documents_that_its_vectors_rank_high(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_negatives_of_an_encoder_are_the_documents_that_its_vectors_rank_high(folder):
     run(folder, "negatives", "train", overrides={"train.lr": 0.05})
     adapter = next(folder.glob("tables/train/*/artifacts/adapter.safetensors"))
     shutil.copy(adapter, folder / "earlier.safetensors")

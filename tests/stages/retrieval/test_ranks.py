@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 
 from pipeline import Project
 from pipeline.commands.retrieval.evaluate import evaluate
-from stages.retrieval.ranks import without_name
 from stages.retrieval.search import codes
-from tests.stages.retrieval.project import make, rows, run
+from tests.stages.retrieval.project import rows, run
 
 
 def test_every_held_out_pair_is_ranked_in_both_modes(indexed):
@@ -38,33 +36,22 @@ def test_semantic_ranks_equal_brute_force(indexed):
         )
 
 
-def test_without_vectors_of_the_nameless_documents_the_hard_mode_is_lexical_only(indexed, tmp_path):
-    folder, overrides = tmp_path / "project", {"tokens.hard": False}
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_without_vectors_of_the_nameless_documents_the_hard_mode_is_lexical_only(folder):
+    overrides = {"tokens.hard": False}
     run(folder, "tokens", "vectors", "ranks", overrides=overrides)
     found = rows(folder, "ranks", overrides)
     assert all((row["semantic"] is None) == (row["mode"] == "hard") for row in found)
 
 
-def test_a_name_is_taken_out_of_text_and_words():
-    unit = {"text": "m sort_words(a):\n  return sort_words(a) + sorted_words", "name": "sort_words", "words": "", "text_id": ""}
-    found = without_name(unit)
-    assert found["text"] == "m f(a):\n  return f(a) + sorted_words"
-    assert found["words"] == "m f a return f a sorted words"
-
-
-def test_ranks_of_pairs_are_among_units_with_pairs(indexed):
+def test_ranks_of_pairs_are_among_units_with_pairs_and_without_held_out_pairs_the_evaluation_says_why_there_are_none(folder):
     overrides = {"ranks.candidates": "pairs"}
-    run(indexed, "ranks", overrides=overrides)
-    used = [row for row in rows(indexed, "pairs") if row["rejected"] is None]
-    assert {row["candidates"] for row in rows(indexed, "ranks", overrides)} <= {len(used), len(used) - 1}
-
-
-def test_a_project_without_held_out_pairs_has_no_ranks_and_the_evaluation_says_why(tmp_path):
-    folder = make(tmp_path / "project", "[pairs]\ntest = 0.0\nvalid = 0.0\n")
-    run(folder, "sources", "units", "pairs", "tokens", "vectors", "ranks")
-    assert rows(folder, "ranks") == []
-    assert "pairs.test" in " ".join(evaluate(Project(folder)))
+    run(folder, "ranks", overrides=overrides)
+    used = [row for row in rows(folder, "pairs") if row["rejected"] is None]
+    assert {row["candidates"] for row in rows(folder, "ranks", overrides)} <= {len(used), len(used) - 1}
+    none = {"pairs.test": 0.0, "pairs.valid": 0.0}
+    run(folder, "pairs", "tokens", "vectors", "ranks", overrides=none)
+    assert rows(folder, "ranks", none) == []
+    assert "pairs.test" in " ".join(evaluate(Project(folder, none)))
 
 
 def test_the_report_has_every_search_with_intervals_differences_and_quartiles(indexed):

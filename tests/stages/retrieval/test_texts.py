@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from stages.retrieval import ranks
 from stages.retrieval.texts import first_sentence, text_id, without_name, words
 
 
@@ -42,6 +43,9 @@ def test_a_text_has_another_id_as_a_query_than_as_a_document():
     assert text_id("query", "add") == hashlib.sha256(b"query\nadd").hexdigest() != text_id("document", "add")
 
 
-def test_a_name_is_removed_as_a_whole_word_only():
-    assert without_name("m add(a):\n  return add(a) + added", "add") == "m f(a):\n  return f(a) + added"
+def test_a_name_is_removed_from_text_and_words_as_a_whole_word_only():
     assert without_name("text", "") == "text"
+    unit = {"text": "m sort_words(a):\n  return sort_words(a) + sorted_words", "name": "sort_words", "words": "", "text_id": ""}
+    found = ranks.without_name(unit)
+    assert found["text"] == "m f(a):\n  return f(a) + sorted_words"
+    assert found["words"] == "m f a return f a sorted words"

@@ -34,9 +34,7 @@ def test_every_document_and_every_held_out_query_has_vectors_of_length_one(index
 
 
 @pytest.mark.proof("of many files an edited one is encoded again alone, and the index equals one built afresh")
-def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals_one_built_afresh(indexed, tmp_path, cases):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals_one_built_afresh(folder, tmp_path, cases):
     there = len(list((folder / "code").rglob("*.py")))
     files = cases(there, 640)
     for number in range(there, files):
@@ -66,9 +64,7 @@ def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals
 TRAINED = {"train.steps": 2, "train.batch_size": 4, "train.precision": "float32", "train.lr": 0.05, "train.rank": 2}
 
 
-def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(folder):
     before = {row["vector_id"] for row in rows(folder, "vectors")}
     run(folder, "negatives", "train", overrides=TRAINED)
     run(folder, "vectors")
@@ -97,9 +93,7 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     assert {row["encoder"] for row in rows(folder, "vectors", {"vectors.base": False})} == tuned
 
 
-def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_plus_half_of_the_change(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
+def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_plus_half_of_the_change(folder, tmp_path):
     with (folder / "project.toml").open("a") as file:
         file.write("\n[vectors]\nstrength = 0.5\n")
     run(folder, "negatives", "train", overrides=TRAINED)
