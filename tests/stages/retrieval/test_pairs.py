@@ -68,40 +68,41 @@ def test_a_leak_is_the_largest_jaccard_similarity_of_trigrams():
     assert leaks(["a b c"], [])[0].tolist() == [0.0]
 
 
-def test_no_module_has_pairs_in_two_splits_but_a_library_can_be_split_within(tmp_path):
-    folder = make(tmp_path / "project", "", verbs=8, things=8)
+def test_no_module_has_pairs_in_two_splits_but_a_library_can_be_split_within_and_a_leaked_pair_is_rejected(tmp_path):
+    folder = make(tmp_path / "project", "", verbs=8, things=6)
     run(folder, "sources", "units")
     for split, most in (("module", 1), ("unit", 3)):
-        overrides = {"pairs.split": split, "pairs.test": 0.4, "pairs.valid": 0.2}
+        overrides = {"pairs.split": split, "pairs.test": 0.4, "pairs.valid": 0.2, "pairs.max_leak": 0.3}
         run(folder, "pairs", overrides=overrides)
         found = rows(folder, "pairs", overrides)
         for package in {row["package"] for row in found}:
             assert len({row["split"] for row in found if row["package"] == package}) <= most
         if split == "unit":
             assert {row["split"] for row in found} == {"train", "valid", "test"}
+            leaked = [row for row in found if row["rejected"] == "leak"]
+            assert leaked and all(row["split"] == "train" and row["leak"] > 0.3 for row in leaked)
+            assert all(row["leak"] <= 0.3 for row in found if row["rejected"] is None)
 
 
-def test_of_pairs_with_one_query_or_body_the_first_is_used(tmp_path):
+def test_of_pairs_with_one_query_or_body_the_first_is_used_and_deleting_it_makes_the_other_usable(tmp_path):
     folder = make(tmp_path / "project", "", verbs=2, things=1)
     same = FUNCTION.format(verb="count", title="Count", thing="words", number=0)
+    renamed = same.replace("Count the words", "Number all words").replace("def count_words", "def number")
     (folder / "code" / "zebra.py").write_text(same.replace("[:words_limit]", "[:1]"))  # the same query
-    (folder / "code" / "again.py").write_text(
-        same.replace("Count the words", "Number all words").replace("count_words", "number")
-    )
+    (folder / "code" / "again.py").write_text(renamed)  # the same body
     run(folder, "sources", "units", "pairs")
-    found = {row["query"] + row["package"]: row for row in rows(folder, "pairs")}
-    first = found["Count the words of a list and keep the largest 0.code/flat"]
-    other = found["Count the words of a list and keep the largest 0.code/zebra"]
-    assert (first["rejected"], other["rejected"]) == (None, "duplicate")
-    assert first["duplicate_group"] == other["duplicate_group"]
+    found = {row["package"]: row for row in rows(folder, "pairs") if "Sort" not in row["query"]}
+    assert [found[f"code/{name}"]["rejected"] for name in ("again", "flat", "zebra")] == [None, "duplicate", "duplicate"]
+    assert len({row["duplicate_group"] for row in found.values()}) == 1
+    (folder / "code" / "again.py").unlink()
+    run(folder, "sources", "units", "pairs")
+    found = {row["package"]: row["rejected"] for row in rows(folder, "pairs") if "Sort" not in row["query"]}
+    assert found == {"code/flat": None, "code/zebra": "duplicate"}
 
 
 def test_stubs_and_vague_queries_do_not_make_unrelated_functions_duplicates():
-    count, merge, stub = (
-        "a = 1\nb = 2\nc = 3\nd = 4\nreturn a",
-        "e = 1\nf = 2\ng = 3\nh = 4\nreturn e",
-        "raise NotImplementedError",
-    )
+    count, merge = "a = 1\nb = 2\nc = 3\nd = 4\nreturn a", "e = 1\nf = 2\ng = 3\nh = 4\nreturn e"
+    stub = "raise NotImplementedError"
     pairs = [
         ("Count the words.", count, None),
         ("Merge two files.", merge, None),
@@ -124,27 +125,6 @@ def test_stubs_and_vague_queries_do_not_make_unrelated_functions_duplicates():
     assert [row["duplicate_group"] for row in found] == [0, 1] * 5
 
 
-def test_deleting_a_file_makes_its_duplicate_usable(tmp_path):
-    folder = make(tmp_path / "project", "", verbs=2, things=1)
-    same = FUNCTION.format(verb="count", title="Count", thing="words", number=0)
-    (folder / "code" / "a.py").write_text(same + "\n\nX = 1\n")
-    run(folder, "sources", "units", "pairs")
-    assert {row["rejected"] for row in rows(folder, "pairs") if row["package"] == "code/flat"} == {None, "duplicate"}
-    (folder / "code" / "a.py").unlink()
-    run(folder, "sources", "units", "pairs")
-    assert {row["rejected"] for row in rows(folder, "pairs")} == {None}
-
-
-def test_a_train_pair_that_is_nearly_a_test_pair_is_rejected(tmp_path):
-    folder = make(tmp_path / "project", "", verbs=6, things=1)
-    overrides = {"pairs.split": "unit", "pairs.test": 0.5, "pairs.max_leak": 0.3}
-    run(folder, "sources", "units", "pairs", overrides=overrides)
-    found = rows(folder, "pairs", overrides)
-    leaked = [row for row in found if row["rejected"] == "leak"]
-    assert leaked and all(row["split"] == "train" and row["leak"] > 0.3 for row in leaked)
-    assert all(row["leak"] <= 0.3 for row in found if row["rejected"] is None)
-
-
 def test_code_without_docstrings_has_no_pairs_and_its_search_is_built_all_the_same(tmp_path):
     folder = make(tmp_path / "project", "", verbs=1, things=1)
     (folder / "code" / "flat" / "words.py").write_text("def f(a):\n    a += 1\n    return a\n")
@@ -156,21 +136,14 @@ def test_code_without_docstrings_has_no_pairs_and_its_search_is_built_all_the_sa
     assert [line.partition(":")[0] for line in evaluate(Project(folder))] == ["nothing to evaluate"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_wrong_settings_are_one_line_and_the_user_hears_of_an_empty_split(tmp_path):
+    folder = make(tmp_path / "project", "", verbs=3, things=1)
+    for overrides, message in (
         ({"pairs.test": 0.95}, r"pairs.test must be < 0.9, so that pairs are left to train on, got 0.95"),
         ({"pairs.split": "file"}, "pairs.split must be"),
         ({"pairs.max_query_words": 2}, "pairs.max_query_words must be >= 3"),
-    ],
-)
-def test_wrong_settings_are_one_line(overrides, message, tmp_path):
-    folder = make(tmp_path / "project", "", verbs=1, things=1)
-    with pytest.raises(ValueError, match=message):
-        run(folder, "pairs", overrides=overrides)
-
-
-def test_the_user_hears_of_an_empty_split(tmp_path):
-    folder = make(tmp_path / "project", "", verbs=3, things=1)
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(folder, "pairs", overrides=overrides)
     run(folder, "sources", "units")
     assert any('pairs.split = "unit"' in line for line in run(folder, "pairs"))
