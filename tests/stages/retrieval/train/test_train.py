@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline import api
 from pipeline.project.project import Project
 from stages.retrieval.encoder import read_adapter
 from stages.retrieval.train.data import PairBatch, PairReader
@@ -77,17 +76,23 @@ def mrr(rows: list[dict[str, Any]], step: int) -> float:
 
 
 def test_a_few_steps_raise_the_held_out_mrr(copy: Path) -> None:
-    rows = train(copy)
-    assert mrr(rows, 30) >= mrr(rows, 0) + 0.05, [mrr(rows, step) for step in (0, 10, 20, 30)]
+    rows = train(copy, steps=20)
+    assert mrr(rows, 20) >= mrr(rows, 0) + 0.05, [mrr(rows, step) for step in (0, 10, 20)]
 
 
-def test_with_a_learning_rate_of_almost_zero_the_held_out_mrr_does_not_rise(copy: Path) -> None:
-    rows = train(copy, lr=1e-9, steps=10)
-    assert mrr(rows, 10) <= mrr(rows, 0) + 0.01
+def test_early_stopping_watches_the_mrr_which_does_not_rise_with_a_learning_rate_of_almost_zero(copy: Path) -> None:
+    rows = train(copy, lr=1e-9, steps=30, validation__every=2, validation__patience=2)
+    assert max(row["step"] for row in rows) == 4
+    assert mrr(rows, 4) <= mrr(rows, 0) + 0.01
 
 
-def test_rows_say_the_rank_of_the_own_document_and_the_hardest_other_one(copy: Path) -> None:
-    rows = train(copy, steps=2, hard_negatives=2, validation__every=2)
+def test_rows_say_the_rank_of_the_own_document_and_the_hardest_other_one_and_a_micro_batch_trains_alike_up_to_rounding(
+    copy: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
+    settings = {"steps": 2, "hard_negatives": 2, "validation__every": 2}
+    rows, parts = train(copy, **settings), train(other, **settings, micro_batch=5)
+    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in rows], rel=1e-3, abs=1e-4)
     trained = [row for row in rows if row["split"] == "train"]
     assert len(trained) == 24
     texts = {row["text_id"] for row in project.rows(copy, "tokens") if row["role"] == "document"}
@@ -100,44 +105,32 @@ def test_rows_say_the_rank_of_the_own_document_and_the_hardest_other_one(copy: P
     assert all(row["loss"] == pytest.approx(1 - 1 / row["rank"], abs=1e-6) for row in held)
 
 
-def adapter(folder: Path, **overrides: Any) -> bytes:
-    settings = {f"train.{name.replace('__', '.')}": value for name, value in overrides.items()}
-    return (Project(folder, settings).folder("train").folder / "artifacts" / "adapter.safetensors").read_bytes()
-
-
-def test_a_damaged_checkpoint_is_made_again_with_the_same_bits(copy: Path) -> None:
-    settings = {"train.steps": 4, "train.checkpoint_every": 2}
+def test_the_linears_of_the_settings_are_trained_and_a_file_that_lacks_one_of_them_or_half_of_one_is_refused(copy: Path) -> None:
+    settings: dict[str, Any] = {"train.steps": 2, "train.targets": ["q", "v"], "train.validation.every": 2}
     project.run(copy, "train", overrides=settings)
-    found = api.Project(copy, settings)
-    state = found.current("train").folder / "artifacts" / "checkpoints" / "step-000002" / "state.json"
-    before = {path: path.read_bytes() for path in state.parent.iterdir()}
-    state.write_text("{}")
-    assert found.verify(repair=True) == []
-    assert {path: path.read_bytes() for path in before} == before
-
-
-def test_a_micro_batch_trains_alike_up_to_rounding(copy: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
-    settings = {"steps": 3, "validation__every": 3, "hard_negatives": 1}
-    whole, parts = train(copy, **settings), train(other, **settings, micro_batch=5)
-    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], rel=1e-3, abs=1e-4)
-
-
-def test_the_trained_linears_are_those_of_the_settings_and_each_of_them_moves(copy: Path) -> None:
-    train(copy, steps=10, targets=["q", "v"], validation__every=10)
-    task = PairTask(Project(copy, {"train.targets": ["q", "v"]}).open("train"))
-    wanted = {f"encoder.block.{n}.layer.0.SelfAttention.{name}" for n in range(2) for name in "qv"} | {"head.linear"}
-    file = copy / "adapter.safetensors"
-    file.write_bytes(adapter(copy, steps=10, targets=["q", "v"], validation__every=10))
-    arrays, scales = read_adapter(file, task.linears)
-    assert set(scales) == wanted
-    assert {scales[name] for name in wanted if name != "head.linear"} == {2.0}
+    file = Project(copy, settings).folder("train").folder / "artifacts" / "adapter.safetensors"
+    linears = PairTask(Project(copy, settings).open("train")).linears
+    arrays, scales = read_adapter(file, linears)
+    attention = {f"encoder.block.{n}.layer.0.SelfAttention.{name}" for n in range(2) for name in "qv"}
+    assert set(scales) == attention | {"head.linear"}
+    assert {scales[name] for name in attention} == {2.0}
     assert all(np.abs(np.array(value)).max() > 0 for value in arrays.values())
-
-
-def test_early_stopping_watches_the_mrr(copy: Path) -> None:
-    rows = train(copy, lr=1e-9, steps=30, validation__every=2, validation__patience=2)
-    assert max(row["step"] for row in rows) == 4
+    stored, metadata = mx.load(str(file), return_metadata=True)
+    assert set(json.loads(metadata["linears"])) == set(scales)
+    changed = copy / "adapter.safetensors"
+    for gone, message in (
+        (["encoder.block.1.layer.0.SelfAttention.v.lora_A.weight"], r"lacks encoder.block.1.layer.0.SelfAttention.v.lora_A"),
+        (
+            [f"encoder.block.0.layer.0.SelfAttention.q.lora_{x}.weight" for x in "AB"],
+            r"the file lacks the arrays of .*SelfAttention.q",
+        ),
+        (["head.linear.diff"], r"the file lacks the arrays of head.linear"),
+    ):
+        mx.save_safetensors(str(changed), {name: value for name, value in stored.items() if name not in gone}, metadata)
+        with pytest.raises(ValueError, match=message):
+            read_adapter(changed, linears)
+    with pytest.raises(ValueError, match="is it of another model"):
+        read_adapter(file, {name: (outputs + 1, inputs) for name, (outputs, inputs) in linears.items()})
 
 
 def task_of(folder: Path, **overrides: Any) -> PairTask:
@@ -198,32 +191,6 @@ def test_a_mistake_is_one_line(copy: Path, overrides: dict[str, Any], message: s
     assert "\n" not in str(error.value)
 
 
-def test_an_adapter_file_that_lacks_a_linear_or_half_of_one_is_refused(copy: Path) -> None:
-    import mlx.core as mx
-
-    train(copy, steps=1, validation__every=1)
-    content = adapter(copy, steps=1, validation__every=1)
-    file = copy / "adapter.safetensors"
-    file.write_bytes(content)
-    linears = task_of(copy).linears
-    arrays, metadata = mx.load(str(file), return_metadata=True)
-    assert set(json.loads(metadata["linears"])) == set(linears)
-    for gone, message in (
-        (["encoder.block.1.layer.1.DenseReluDense.wo.lora_A.weight"], r"lacks encoder.block.1.layer.1.DenseReluDense.wo.lora_A"),
-        (
-            [f"encoder.block.0.layer.0.SelfAttention.k.lora_{x}.weight" for x in "AB"],
-            r"the file lacks the arrays of .*SelfAttention.k",
-        ),
-        (["head.linear.diff"], r"the file lacks the arrays of head.linear"),
-    ):
-        mx.save_safetensors(str(file), {name: value for name, value in arrays.items() if name not in gone}, metadata)
-        with pytest.raises(ValueError, match=message):
-            read_adapter(file, linears)
-    with pytest.raises(ValueError, match="is it of another model"):
-        mx.save_safetensors(str(file), arrays, metadata)
-        read_adapter(file, {name: (outputs + 1, inputs) for name, (outputs, inputs) in linears.items()})
-
-
 @pytest.mark.slow
 @pytest.mark.proof("two ranks compare every pair with the whole batch as one process does")
 def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(base: Path, tmp_path: Path, cases) -> None:
@@ -234,16 +201,16 @@ def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(b
 
 
 def compare_ranks(settings: dict[str, Any], copy: Path, other: Path) -> None:
-    settings = {"steps": 6, "lr": 1e-3, "checkpoint_every": 3, "validation__every": 3, **settings}
+    settings = {"steps": 4, "lr": 1e-3, "checkpoint_every": 2, "validation__every": 4, **settings}
     whole = train(copy, **settings)
-    overrides = [f"--set=train.{name.replace('__', '.')}={value}" for name, value in settings.items()]
-    assert "2 ranks train together" in projects.latentmill_process(other, "launch", "--ranks", "2", *overrides)
     given = {f"train.{name.replace('__', '.')}": value for name, value in settings.items()}
+    overrides = [f"--set={name}={value}" for name, value in given.items()]
+    assert "2 ranks train together" in projects.latentmill_process(other, "launch", "--ranks", "2", *overrides)
     ranked = project.rows(other, "train", given)
     place = ["step", "split", "sample", "pair_id", "rank", "hardest_id"]
     whole, ranked = (sorted(rows, key=lambda row: [row[name] for name in place]) for rows in (whole, ranked))
     assert [[row[name] for name in place] for row in ranked] == [[row[name] for name in place] for row in whole]
-    for most, steps in ((1e-6, {0, 1}), (1e-5, set(range(7)))):
+    for most, steps in ((1e-6, {0, 1}), (1e-5, set(range(5)))):
         losses = [[row["loss"] for row in rows if row["step"] in steps] for rows in (whole, ranked)]
         np.testing.assert_allclose(*losses, rtol=most, atol=most)
     artifacts = [Project(folder, given).folder("train").folder / "artifacts" / "adapter.safetensors" for folder in (copy, other)]
