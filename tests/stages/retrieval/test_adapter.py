@@ -14,10 +14,9 @@ from stages.models.t5.model import T5, T5Config
 from stages.retrieval.encoder import Encoder, merge_all, read_adapter
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets
-from stages.tuner.contrastive import maxsim
 
 SIZES = T5Config(vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=12, num_heads=4, gated=True, dimensions=24)
-ORDERS = 100
+ORDERS = 15
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,7 @@ def write(path: Path, patterns: tuple[str, ...], weights: dict[str, mx.array], w
     mx.save_safetensors(str(path), arrays, adapter_metadata(targets))
 
 
-@pytest.mark.parametrize(
-    ("patterns", "count"), [(("q", "v"), 24), (("q", "k", "v", "o"), 48), (("q", "k", "v", "o", "wi_0", "wi_1", "wo"), 84)]
-)
+@pytest.mark.parametrize(("patterns", "count"), [(("q", "v"), 24), (("q", "k", "v", "o", "wi_0", "wi_1", "wo"), 84)])
 def test_every_linear_is_merged_under_any_order_of_the_arrays(
     patterns: tuple[str, ...], count: int, weights: dict[str, mx.array], tmp_path: Path
 ) -> None:
@@ -67,15 +64,10 @@ def test_a_merged_encoder_scores_as_the_adapter_does(weights: dict[str, mx.array
     scores = []
     for encoder in (Encoder(base, arrays, scales, None, 32), Encoder(merged, {}, {}, None, 32), Encoder(base, {}, {}, None, 32)):
         found = encoder.encode_ids(texts)
-        scores.append(np.array([[score(q, d) for d in found[3:]] for q in found[:3]]))
+        scores.append(np.array([[(q @ d.T).max(axis=1).mean() for d in found[3:]] for q in found[:3]]))
     assert np.abs(scores[0] - scores[1]).max() <= 2e-5
     assert (scores[0].argmax(1) == scores[1].argmax(1)).all()
     assert np.abs(scores[0] - scores[2]).max() > 0.05, "the adapter changes the scores"
-
-
-def score(query: np.ndarray, document: np.ndarray) -> float:
-    real = mx.ones((1, len(query)), mx.bool_), mx.ones((1, len(document)), mx.bool_)
-    return float(maxsim(mx.array(query)[None], real[0], mx.array(document)[None], real[1]).item())
 
 
 def test_a_weight_that_an_adapter_needs_and_the_model_lacks_is_an_error(weights: dict[str, mx.array], tmp_path: Path) -> None:
@@ -99,18 +91,18 @@ def test_an_adapter_with_a_hostile_header_is_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 def test_a_part_of_the_strength_is_that_part_of_the_way_from_the_base_to_the_tuned_weights(
-    strength: float, weights: dict[str, mx.array], tmp_path: Path
+    weights: dict[str, mx.array], tmp_path: Path
 ) -> None:
     write(tmp_path / "a.safetensors", ("*",), weights, whole=("head.linear",))
     base = T5(SIZES, weights)
     tuned = merge_all(weights, *read_adapter(tmp_path / "a.safetensors", base.linears()))
-    between = {name: value + strength * (tuned[name] - value) for name, value in weights.items()}
-    part = read_adapter(tmp_path / "a.safetensors", base.linears(), strength)
-    merged = merge_all(weights, *part)
-    assert all(mx.allclose(merged[name], between[name], atol=1e-6).item() for name in weights)
     ids = [np.arange(2, 12, dtype=np.int32)]
-    [wanted] = Encoder(T5(SIZES, between), {}, {}, None, 32).encode_ids(ids)
-    [found] = Encoder(base, *part, None, 32).encode_ids(ids)
-    assert np.abs(found - wanted).max() <= 2e-5
+    for strength in (0.0, 0.5, 1.0):
+        between = {name: value + strength * (tuned[name] - value) for name, value in weights.items()}
+        part = read_adapter(tmp_path / "a.safetensors", base.linears(), strength)
+        merged = merge_all(weights, *part)
+        assert all(mx.allclose(merged[name], between[name], atol=1e-6).item() for name in weights)
+        [wanted] = Encoder(T5(SIZES, between), {}, {}, None, 32).encode_ids(ids)
+        [found] = Encoder(base, *part, None, 32).encode_ids(ids)
+        assert np.abs(found - wanted).max() <= 2e-5

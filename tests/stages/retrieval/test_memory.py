@@ -111,22 +111,15 @@ def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path
     assert all(set(rows[name].split()[1:]) == {"-"} for name in ("units", "pairs", "negatives", "index", "ranks"))
 
 
-def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path) -> None:
+def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(text: str = "") -> tuple[list[str], bool]:
         (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n' + text)
         return projects.report(Project(tmp_path), int(0.45e9))
 
+    assert not any(line.startswith("vectors needs") for line in plan('[vectors]\nprecision = "bfloat16"\n')[0])
     lines, fits = plan()
     (vectors,) = (line for line in lines if line.startswith("vectors needs"))
     assert not fits and '[vectors] precision = "bfloat16" would need 0.' in vectors and vectors.endswith(" GB")
-    assert not any(line.startswith("vectors needs") for line in plan('[vectors]\nprecision = "bfloat16"\n')[0])
+    monkeypatch.setattr("stages.tuner.blockwise.device.memory_budget", lambda limit_gb=None: int(0.45e9))
     with pytest.raises(ValueError, match="vectors needs about"):
-        (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
-        refuse(Project(tmp_path))
-
-
-def refuse(project: Project) -> None:
-    """Announce the stage vectors on a machine with 0.45 GB."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.tuner.blockwise.device.memory_budget", lambda limit_gb=None: int(0.45e9))
-        announcement(project, "vectors", 10, "10 texts")
+        announcement(Project(tmp_path), "vectors", 10, "10 texts")

@@ -47,11 +47,10 @@ def test_a_query_has_one_unit_vector_per_token_whatever_it_is_encoded_with(model
     assert encoder.encode_queries([]) == []
 
 
-def test_a_tokenizer_lower_cases_only_if_its_family_says_so(model: Path) -> None:
+def test_a_tokenizer_lower_cases_only_if_its_family_says_so_and_one_that_is_missing_is_refused_in_one_line(
+    model: Path, tmp_path: Path
+) -> None:
     plain, lower = (TextTokenizer(model, lower_case=flag) for flag in (False, True))
     assert plain.encode(["Words"]) == lower.encode(["words"])
-
-
-def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"/tokenizer\.json is missing"):
         TextTokenizer(tmp_path, lower_case=False)

@@ -82,9 +82,7 @@ def test_functions_methods_and_classes_have_names_lines_signatures_and_bodies_wi
     assert not {"Stack", "Stack.Frame"} & set(units(SOURCE, classes=False))
     assert set(units(SOURCE, min_lines=2, classes=False)) == {"add", "Stack.pop_all", "Stack.Frame.top"}
     for name, rest in (("def f", "(x): return x"), ("async def e", "(x):\n    return x"), ("class c", "(list):\n    n = 1")):
-        assert [unit.rest.strip() for unit in units(name + rest).values()] == [rest], (
-            "a name of one letter"
-        )
+        assert [unit.rest.strip() for unit in units(name + rest).values()] == [rest], "a name of one letter"
 
 
 def test_lines_are_counted_as_python_counts_them():

@@ -33,26 +33,16 @@ def panel(folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def draws(folder: Path) -> list[dict[str, Any]]:
-    found = [row for row in rows(folder, "train", TRAINING) if row["split"] == "train"]
-    assert len(found) == 24
-    return found
-
-
-def test_pairs_that_never_reached_rank_1_are_named_with_their_best_rank(trained):
-    best: dict[str, int] = {}
-    for row in draws(trained):
-        best[row["pair_id"]] = min(row["rank"], best.get(row["pair_id"], row["rank"]))
-    expected = {pair: rank for pair, rank in best.items() if rank > 1}
-    assert {row["pair_id"]: row["best_rank"] for row in panel(trained, "never_first")} == expected
-    assert 0 < len(expected) < len(best)
-
-
-def test_the_mean_loss_of_a_package_is_that_of_its_draws(trained):
+def test_pairs_that_never_reached_rank_1_are_named_with_their_best_rank_and_a_package_has_the_mean_loss_of_its_draws(trained):
     package = {row["pair_id"]: row["package"] for row in rows(trained, "pairs", TRAINING)}
-    losses = defaultdict(list)
-    for row in draws(trained):
+    draws = [row for row in rows(trained, "train", TRAINING) if row["split"] == "train"]
+    ranks, losses = defaultdict(list), defaultdict(list)
+    for row in draws:
+        ranks[row["pair_id"]].append(row["rank"])
         losses[package[row["pair_id"]]].append(row["loss"])
+    expected = {pair: min(each) for pair, each in ranks.items() if min(each) > 1}
+    assert {row["pair_id"]: row["best_rank"] for row in panel(trained, "never_first")} == expected
+    assert 0 < len(expected) < len(ranks) and len(draws) == 24
     found = panel(trained, "packages")
     assert {row["package"]: row["draws"] for row in found} == {name: len(each) for name, each in losses.items()}
     for row in found:

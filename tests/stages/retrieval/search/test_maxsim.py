@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stages.retrieval.search import codes, maxsim
-from stages.retrieval.search.maxsim import TokenMatrix, matches
+from stages.retrieval.search.maxsim import matches
 
 
 def matrix_of(documents: list[np.ndarray], places: list[int]) -> maxsim.TokenMatrix:
@@ -27,19 +27,17 @@ def brute_force(documents: list[np.ndarray], query: np.ndarray) -> list[float]:
     return [float((query.astype(np.float64) @ each.astype(np.float64).T).max(axis=1).mean()) for each in documents]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100, 65_536])
-def test_scores_equal_brute_force_whatever_the_chunk(chunk, monkeypatch):
-    monkeypatch.setattr(maxsim, "CHUNK", chunk)
+def test_scores_equal_brute_force_whatever_the_chunk_and_another_width_or_number_of_documents_is_refused(monkeypatch):
     documents, queries = corpus()
-    matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
+    matrix = matrix_of(documents, list(range(50)))
     expected = np.array([brute_force(documents, query) for query in queries])
-    np.testing.assert_allclose(matrix.scores(queries), expected, atol=1e-6)
-
-
-def test_a_matrix_of_other_documents_is_refused():
-    documents, _ = corpus()
+    for chunk in (1, 7, 100, 65_536):
+        monkeypatch.setattr(maxsim, "CHUNK", chunk)
+        np.testing.assert_allclose(matrix.scores(queries), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="the index of width 16"):
+        matrix.scores([np.zeros((3, 8), np.float32)])
     with pytest.raises(ValueError, match="vectors, its documents"):
-        TokenMatrix(np.concatenate(documents), [len(each) for each in documents[:-1]])
+        maxsim.TokenMatrix(np.concatenate(documents), [len(each) for each in documents[:-1]])
 
 
 def test_six_bits_a_value_keep_the_direction_of_a_vector_and_pack_again_to_the_same_bytes():
@@ -57,13 +55,6 @@ def test_of_equal_scores_the_earlier_are_the_best():
     scores = np.random.default_rng(0).integers(0, 9, 200).astype(np.float32)
     for count in (1, 30, 199, 200, 300):
         np.testing.assert_array_equal(maxsim.top(scores, count), np.argsort(-scores, kind="stable")[:count])
-
-
-def test_a_query_of_another_width_is_refused():
-    documents, _ = corpus()
-    matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
-    with pytest.raises(ValueError, match="the index of width 16"):
-        matrix.scores([np.zeros((3, 8), np.float32)])
 
 
 def test_each_query_token_is_matched_with_its_best_document_token():

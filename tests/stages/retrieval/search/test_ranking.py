@@ -11,7 +11,14 @@ from stages.retrieval.search import ranking
 PATHS = ["code/a.py", "code/a.py", "code/a.py", "code/a.py", "code/b.py", "code/tests/test_a.py"]
 NAMES = ["parse", "Stack.push", "LIMIT, Nest", "Stack", "Other.push", "test_push"]
 SIGNATURES = ["def parse()", "def push()", "", "class Stack:", "def push()", "def test_push()"]
-UNITS = ranking.Units(*(pa.chunked_array([each]) for each in (PATHS, NAMES, SIGNATURES)))
+
+
+def units_of(*columns: list[str]) -> ranking.Units:
+    """Paths, names and signatures."""
+    return ranking.Units(*(pa.chunked_array([each]) for each in columns))
+
+
+UNITS = units_of(PATHS, NAMES, SIGNATURES)
 PLACES = np.arange(6)
 
 
@@ -36,8 +43,7 @@ def test_a_unit_that_is_the_whole_query_comes_first_and_one_that_a_sentence_name
 
 
 def test_of_units_with_the_name_that_is_the_query_that_of_the_file_with_this_name_comes_first():
-    columns = ["code/stack_of.py", "code/other.py"], ["StackOf", "StackOf"], ["class StackOf:", "class StackOf:"]
-    units = ranking.Units(*(pa.chunked_array([each]) for each in columns))
+    units = units_of(["code/stack_of.py", "code/other.py"], ["StackOf"] * 2, ["class StackOf:"] * 2)
     found = ranking.exact_symbol(np.array([0.0, 0.5]), np.arange(2), units, ranking.Asked("StackOf", np.zeros(2)))
     assert found.tolist() == [2.5, 2]
 
@@ -48,27 +54,15 @@ def test_tests_and_what_is_kept_for_old_callers_count_less_unless_the_query_is_a
     assert after(ranking.aside_down, [1, 1, 1, 1, 1, 4], "a test of the pile") == [1, 1, 1, 1, 1, 4]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "_examples/a.go",
-        "src/PileTest.java",
-        "a/deprecated/b.kt",
-        "_compat.py",
-        "a_benchmark.cc",
-        "pkg/a_test.go",
-        "test_suite/a.rs",
-    ],
-)
-def test_a_file_is_aside_by_its_name_or_its_folders(path):
-    one = ranking.Units(*(pa.chunked_array([[each]]) for each in (f"code/{path}", "f", "def f()")))
-    assert one.aside.tolist() == [True]
+ASIDE = ["_examples/a.go", "src/PileTest.java", "a/deprecated/b.kt", "_compat.py", "a_benchmark.cc", "pkg/a_test.go"]
+ASIDE += ["test_suite/a.rs"]
+NOT_ASIDE = ["latest/a.go", "contest.py", "compatible.py.d/a.py", "manifest.go", "attestation/spectrum.py"]
 
 
-@pytest.mark.parametrize("path", ["latest/a.go", "contest.py", "compatible.py.d/a.py", "manifest.go", "attestation/spectrum.py"])
-def test_a_file_is_not_aside_by_a_part_of_a_word(path):
-    one = ranking.Units(*(pa.chunked_array([[each]]) for each in (f"code/{path}", "f", "def f()")))
-    assert one.aside.tolist() == [False]
+def test_a_file_is_aside_by_its_name_or_its_folders_and_not_by_a_part_of_a_word():
+    paths = [f"code/{path}" for path in ASIDE + NOT_ASIDE]
+    found = units_of(paths, ["f"] * len(paths), ["def f()"] * len(paths)).aside
+    assert found.tolist() == [True] * len(ASIDE) + [False] * len(NOT_ASIDE)
 
 
 def test_a_unit_rises_with_the_words_of_the_query_in_its_name():
@@ -77,11 +71,10 @@ def test_a_unit_rises_with_the_words_of_the_query_in_its_name():
 
 
 def test_a_unit_rises_with_the_words_of_the_query_in_its_path():
-    paths = ["code/http/connection_table.py", "code/other.py"]
-    units = ranking.Units(*(pa.chunked_array([each]) for each in (paths, ["f", "g"], ["def f()", "def g()"])))
+    units = units_of(["code/http/connection_table.py", "code/other.py"], ["f", "g"], ["def f()", "def g()"])
     asked = ranking.Asked("connectors of http", np.zeros(2))
     assert ranking.path_words(np.zeros(2), np.arange(2), units, asked).tolist() == [0.75 / 2 + 0.25 / 2, 0]
-    whole = ranking.Units(*(pa.chunked_array([[each]]) for each in ("code/connect/mod.rs", "f", "fn f()")))
+    whole = units_of(["code/connect/mod.rs"], ["f"], ["fn f()"])
     assert ranking.path_words(np.zeros(1), np.arange(1), whole, asked).tolist() == [0.75]
 
 
@@ -93,8 +86,7 @@ def test_a_unit_rises_with_all_that_full_text_search_finds_in_its_file():
 def test_texts_and_statements_beside_functions_and_special_methods_count_seven_tenths():
     assert after(ranking.minor_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 0.7, 1, 1, -4]
     names = ["Stack.__init__", "__main", "lines 1 to 40", "Use"]
-    files = [["code/a.py", "code/a.py", "code/b.lua", "code/c.md"], names, ["def __init__(self)", "def __main()", "", ""]]
-    units = ranking.Units(*(pa.chunked_array([each]) for each in files))
+    units = units_of(["code/a.py", "code/a.py", "code/b.lua", "code/c.md"], names, ["def __init__(self)", "def __main()", "", ""])
     asked = ranking.Asked("put on a pile", np.zeros(4))
     assert ranking.minor_down(np.ones(4), np.arange(4), units, asked).tolist() == [0.7, 1, 1, 0.7]
 
