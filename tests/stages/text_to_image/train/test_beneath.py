@@ -17,7 +17,7 @@ from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import Variant, adapter_metadata, fresh_adapter, select_targets, target_weights
 from tests.stages.text_to_image.train.runs import BASE, TINY, Run
 
-STEPS = 20
+STEPS = 5
 
 
 def adapter(file: Path, transformer: Path, variant: Variant, seed: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +22,15 @@ def transformer(wide: Path) -> Path:
     return wide
 
 
-ARTIFACTS = "artifacts"
+@pytest.fixture(scope="module")
+def first(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of a run."""
+    run = Run(tmp_path_factory.mktemp("first"), transformer, replace(BASE, steps=1)).go()
+    return run.folder / "artifacts" / checkpoint.ADAPTER
 
 
-def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe(transformer, tmp_path):
-    first = Run(tmp_path / "first", transformer).go()
-    file = first.folder / ARTIFACTS / checkpoint.ADAPTER
+def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe(first, transformer, tmp_path):
+    file = Path(shutil.copy(first, tmp_path))
     run = Run(tmp_path / "second", transformer, replace(BASE, initial=str(file), rank=3))
     made = run.training()
     saved = mx.load(str(file))
@@ -51,13 +55,6 @@ def test_an_error_about_targets_or_ranks_names_the_setting(transformer, tmp_path
     ):
         with pytest.raises(ValueError, match=said):
             Run(tmp_path / "second", transformer, replace(BASE, **values)).training()
-
-
-@pytest.fixture(scope="module")
-def first(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The adapter of a run."""
-    run = Run(tmp_path_factory.mktemp("first"), transformer, replace(BASE, steps=1)).go()
-    return run.folder / ARTIFACTS / checkpoint.ADAPTER
 
 
 SMALLER = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}

@@ -57,14 +57,7 @@ def test_every_step_and_measurement_runs_under_the_live_memory_limit_of_the_plan
     assert (0.29e9 if plan == "whole" else 0) < bounds[0] < 0.3e9
 
 
-def measured(run: Run) -> list[float]:
-    return [row["loss"] for row in run.rows if row["split"] == "validation"]
-
-
-@pytest.mark.parametrize(("micro_batch", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])
-def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(
-    micro_batch, at_once, transformer, tmp_path, monkeypatch
-):
+def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(transformer, tmp_path, monkeypatch):
     """Whatever memory is free: micro-batches are a function of the settings, and each sample's loss the same but for rounding."""
     counts: list[int] = []
     real = TrainingStep.measure
@@ -73,24 +66,29 @@ def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(
         counts.append(len(batch.samples))
         return real(self, batch)
 
-    whole = Run(tmp_path / "whole", transformer, replace(BASE, steps=2, validation=ASIDE)).go()
     monkeypatch.setattr(TrainingStep, "measure", measure)
-    run = Run(tmp_path / "parts", transformer, replace(whole.config, micro_batch=micro_batch)).go()
-    assert set(counts) == {at_once} and sum(counts) == 12
-    keys = [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows]
-    assert keys == [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in whole.rows]
-    assert measured(run) == pytest.approx(measured(whole), rel=1e-5)
+    keys, losses = [], []
+    for micro_batch, at_once in ((None, 2), (9, 2), ("auto", 1)):
+        counts.clear()
+        run = Run(
+            tmp_path / str(micro_batch), transformer, replace(BASE, steps=2, validation=ASIDE, micro_batch=micro_batch)
+        ).go()
+        assert set(counts) == {at_once} and sum(counts) == 12
+        keys.append([(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows])
+        losses.append([row["loss"] for row in run.rows if row["split"] == "validation"])
+    assert keys == keys[:1] * 3 and losses == [losses[0], *[pytest.approx(losses[0], rel=1e-5)] * 2]
 
 
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(step, bounds, transformer, tmp_path, monkeypatch):
+def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(bounds, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, memory="blocks", steps=5)).go()
     run.config = replace(run.config, memory="whole")
     seen, plans = limits_in(monkeypatch, "loss_and_grads"), []
-    bounds.clear()
     real = tuner_step.loss_and_grads
     monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
-    found = replay_step(run.context(), ImageTask(run.context()), step)
-    assert [one.loss for one in found] == [one.logged for one in found]
-    assert bounds and set(seen) == set(bounds)
+    for step in (1, 5):  # from the beginning, and from a checkpoint
+        seen.clear()
+        bounds.clear()
+        found = replay_step(run.context(), ImageTask(run.context()), step)
+        assert [one.loss for one in found] == [one.logged for one in found]
+        assert bounds and set(seen) == set(bounds)
     assert set(plans) == {"blocks"}

@@ -58,9 +58,13 @@ READINGS = [(0.1, 1.2), (0.1, 1.1), (0.1, 0.6), (0.1, 0.5), (0.1, 0.95)]
 SIZES = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
 
 
-def test_an_automatic_micro_batch_shrinks_after_a_peak_above_the_limit_and_grows_again(transformer, tmp_path, monkeypatch):
+def test_an_automatic_micro_batch_shrinks_after_a_peak_above_the_limit_and_grows_again_also_across_a_resume(
+    transformer, tmp_path, monkeypatch
+):
     measured_memory = MeasuredMemory(monkeypatch, READINGS)
-    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go()
+    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go(stop_at=2)
+    assert measured_memory.sizes == SIZES[:2]
+    run.go()
     assert measured_memory.sizes == SIZES
     changes = [line for line in run.said if line.startswith("the micro-batch")]
     assert changes == [
@@ -68,14 +72,6 @@ def test_an_automatic_micro_batch_shrinks_after_a_peak_above_the_limit_and_grows
     ]
     (last,) = (saved for saved in checkpoint.find_checkpoints(tmp_path / "artifacts") if saved.step == 5)
     assert last.state["max_tokens"] == 44
-
-
-def test_a_resumed_run_goes_on_with_the_micro_batch_size_of_its_last_step(transformer, tmp_path, monkeypatch):
-    measured_memory = MeasuredMemory(monkeypatch, READINGS)
-    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go(stop_at=2)
-    assert measured_memory.sizes == SIZES[:2]
-    run.go()
-    assert measured_memory.sizes == SIZES
 
 
 @pytest.mark.parametrize("checkpoint_every", [2, 1000])

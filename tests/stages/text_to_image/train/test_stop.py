@@ -52,27 +52,22 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
     return reasons
 
 
-@pytest.mark.parametrize("how", ["file", "interrupt"])
-def test_a_stop_while_the_model_loads_ends_the_run_before_its_first_step(how, whole, transformer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("how", "before"), [("interrupt", None), ("file", 3)], ids=["first", "resumed"])
+def test_a_stop_while_the_model_loads_ends_a_run_and_a_resumed_one_before_its_first_step(
+    how, before, whole, transformer, tmp_path, monkeypatch
+):
     run = Run(tmp_path, transformer, CONFIG)
+    if before:
+        run.go(stop_at=before)
+    stored, saved = dict(run.stored), checkpoint.find_checkpoints(tmp_path / "artifacts")
     reasons = until(run, monkeypatch, task, "load_transformer", 1, how)
     assert reasons == (["stopped by the file `stop`"] if how == "file" else [])
-    assert not run.stored and not checkpoint.find_checkpoints(tmp_path / "artifacts")
+    assert run.stored == stored and checkpoint.find_checkpoints(tmp_path / "artifacts") == saved
     assert not (tmp_path / "artifacts" / "stop").exists()
     assert results(run.go()) == results(whole)
 
 
-def test_a_stop_while_a_resumed_run_loads_loses_nothing(whole, transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, CONFIG).go(stop_at=3)
-    before = dict(run.stored)
-    until(run, monkeypatch, task, "load_transformer", 1, "file")
-    assert run.stored == before
-    assert results(run.go()) == results(whole)
-
-
-@pytest.mark.parametrize("how", ["file", "interrupt"])
-@pytest.mark.parametrize("batch", [1, BATCHES - 1])
-@pytest.mark.parametrize("step", [0, 2, 4])
+@pytest.mark.parametrize(("step", "batch", "how"), [(0, 1, "interrupt"), (2, BATCHES - 1, "file"), (4, 1, "interrupt")])
 def test_an_interrupted_measurement_leaves_no_row_and_is_repeated(step, batch, how, whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     reasons = until(run, monkeypatch, TrainingStep, "measure", step // 2 * BATCHES + batch, how)

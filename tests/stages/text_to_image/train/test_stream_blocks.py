@@ -10,13 +10,15 @@ import pytest
 
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import load_transformer
-from stages.tuner.blockwise.backprop import Plan
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, weights
 
-DEEP = {"num_single_layers": 24, "num_attention_heads": 8, "attention_head_dim": 32, "axes_dims_rope": (8, 8, 8, 8)}
+DEEP = {"num_single_layers": 16, "num_attention_heads": 8, "attention_head_dim": 32, "axes_dims_rope": (8, 8, 8, 8)}
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, replace(BASE, variant="dora", memory="blocks")], ids=["everything", "dora"])
+SHORT = replace(EVERYTHING, steps=2, accumulate=1)
+
+
+@pytest.mark.parametrize("config", [SHORT, replace(SHORT, variant="dora", memory="blocks")], ids=["lora", "dora"])
 def test_a_run_with_its_base_on_disk_writes_the_same_rows_and_the_same_adapter(config, transformer, tmp_path):
     kept = Run(tmp_path / "kept", transformer, config, rich_tables()).go()
     read = Run(tmp_path / "read", transformer, replace(config, stream_blocks=True), rich_tables()).go()
@@ -25,29 +27,30 @@ def test_a_run_with_its_base_on_disk_writes_the_same_rows_and_the_same_adapter(c
     assert not (tmp_path / "read" / "streamed").exists()
 
 
-@pytest.mark.parametrize("plan", ["blocks", 6])
-def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(plan: Plan, tmp_path: Path):
-    folder, peaks, estimates = weights(tmp_path / "transformer", **DEEP), [], []
-    for on_disk in (False, True):
-        run = Run(tmp_path / str(on_disk), folder, replace(BASE, batch_size=1, steps=1, memory=plan, stream_blocks=on_disk))
-        training = run.training()
-        training.memory = replace(training.memory, plan=plan)
-        batches = run.micro_batches()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        training.step(batches, 1e-3)
-        peaks.append(mx.get_peak_memory())
-        sizes = TINY.architecture.transformer_config(folder, TINY)
-        size = largest_batch(run.task().sampler, TINY.architecture.pixels_per_token)
-        blocks = ImageEstimator(run.config, TINY.architecture, sizes, size).blocks(1)
-        estimates.append(blocks.memory(plan).peak)
+def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(tmp_path: Path):
+    folder = weights(tmp_path / "transformer", **DEEP)
+    sizes = TINY.architecture.transformer_config(folder, TINY)
+    for plan in ("blocks", 6):
+        peaks, estimates = [], []
+        for on_disk in (False, True):
+            config = replace(BASE, batch_size=1, steps=1, memory=plan, stream_blocks=on_disk)
+            run = Run(tmp_path / f"{plan} {on_disk}", folder, config)
+            training, batches = run.training(), run.micro_batches()
+            training.memory = replace(training.memory, plan=plan)
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            training.step(batches, 1e-3)
+            peaks.append(mx.get_peak_memory())
+            size = largest_batch(run.task().sampler, TINY.architecture.pixels_per_token)
+            blocks = ImageEstimator(config, TINY.architecture, sizes, size).blocks(1)
+            estimates.append(blocks.memory(plan).peak)
+            del training
         stored, needed = blocks.stored, blocks.stored_work(plan)
-        del training
-    assert needed == sum(stored[-2:] if plan == "blocks" else stored[-7:]) or plan == "blocks"
-    saved = sum(stored) - needed
-    assert saved <= peaks[0] - peaks[1] <= saved + max(stored), "at the peak, the next block may not be read yet"
-    assert estimates[0] - estimates[1] == pytest.approx(saved, rel=0.05)
-    assert saved > 0.7 * sum(stored)
+        assert needed == sum(stored[-2:] if plan == "blocks" else stored[-7:]) or plan == "blocks"
+        saved = sum(stored) - needed
+        assert saved <= peaks[0] - peaks[1] <= saved + max(stored), "at the peak, the next block may not be read yet"
+        assert estimates[0] - estimates[1] == pytest.approx(saved, rel=0.05)
+        assert saved > 0.55 * sum(stored)
 
 
 def test_a_model_whose_blocks_stay_on_disk_needs_a_folder(transformer):
