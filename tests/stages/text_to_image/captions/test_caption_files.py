@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import tarfile
 
 import pytest
 
@@ -13,18 +14,8 @@ from stages.text_to_image.caption_files import read_metadata
 
 def test_a_sidecar_is_the_caption_and_the_row_says_where_it_came_from(captioned):
     rows = {row["image_id"]: row for row in captioned.rows() if row["role"] == "caption"}
-    assert rows["sub/b.jpg"] == {
-        "caption_id": hashlib.sha256(b"a dog").hexdigest(),
-        "image_id": "sub/b.jpg",
-        "role": "caption",
-        "text": "a dog",
-        "source": "sidecar",
-        "origin": "sub/b.txt",
-        "position": 0,
-        "template": "{caption}",
-        "reason": None,
-        "weight": None,
-    }
+    about = {"caption_id": hashlib.sha256(b"a dog").hexdigest(), "text": "a dog", "source": "sidecar", "origin": "sub/b.txt"}
+    assert about.items() <= rows["sub/b.jpg"].items()
 
 
 def test_a_sidecar_may_be_named_after_the_whole_file_name_and_have_another_extension(folder):
@@ -95,26 +86,14 @@ def test_metadata_rows_without_an_image_are_reported_and_are_no_error(captioned)
         ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": ', r"line 2: not valid JSON at column 15"),
         ("metadata.jsonl", "[1]", r"line 1: must be a JSON object such as .*, got \[1\]"),
         ("metadata.jsonl", '{"image": "a.png", "text": "x"}', r"line 1: file_name must be a path; columns: image, text"),
-        (
-            "metadata.jsonl",
-            '{"file_name": "a.png", "label": 3}',
-            r"line 1: must have one of text, caption, prompt; columns: file_name, label",
-        ),
+        ("metadata.jsonl", '{"file_name": "a.png", "label": 3}', r"line 1: must have one of text, caption, prompt; columns: .*"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": 3}', r"line 1: text must be a text or a list of texts, got 3"),
-        (
-            "metadata.csv",
-            "file_name;text\na.png;x\n",
-            r"line 1: columns must be separated by commas, got semicolons: file_name;text",
-        ),
+        ("metadata.csv", "file_name;text\na.png;x\n", r"line 1: columns must be separated by commas, got semicolons"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud83d"}', r":1: .*half of a surrogate pair"),
         ("metadata.jsonl", "[" * 100_000, "line 1: .*nested too deeply"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": ' + "9" * 5000 + "}", "line 1: .*not valid JSON"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "x", "text": "y"}', "line 1: .*the key 'text' is there twice"),
-        (
-            "metadata.csv",
-            "file_name,text\np0.png,a red, round thing\n",
-            r"line 2: must have 2 fields \(file_name, text\), got 3; .* in double quotes",
-        ),
+        ("metadata.csv", "file_name,text\np0.png,a red, round thing\n", r"line 2: must have 2 .*, got 3; .* in double quotes"),
         ("metadata.csv", "file_name,text\np0.png\n", r"line 2: must have 2 fields .*, got 1"),
         ("metadata.csv", 'file_name,text\na.png,"a red\np1.png,x\n', r"line 2: not valid CSV: unexpected end of data"),
         ("metadata.csv", 'file_name,text\na.png,"a red\np1.png,"blue"\n', r"line 2: not valid CSV"),
@@ -135,22 +114,16 @@ def test_a_quoted_csv_text_is_taken_whole_also_after_a_space(folder):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "metadata.jsonl", "metadata.csv"])
-def test_a_link_to_a_text_elsewhere_is_no_caption(captioned, tmp_path, name):
-    (tmp_path / "secret").write_text("file_name,text\na.png,secret")
-    (captioned.root / name).unlink(missing_ok=True)
-    (captioned.root / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=rf"{name} is a link to .*secret, in another folder: captions are not read from there"):
-        captioned.rows()
-    (captioned.root / name).unlink()
-    (captioned.root / name).symlink_to("/proc/self/environ")
-    with pytest.raises(ValueError, match="captions are not read from there"):
-        captioned.rows()
-
-
-def test_a_link_to_a_text_in_its_own_folder_is_read(captioned):
+def test_a_link_to_a_text_in_its_own_folder_is_read_and_one_to_a_text_elsewhere_is_refused(captioned, tmp_path, name):
     (captioned.root / "a.txt").rename(captioned.root / "all.txt")
     (captioned.root / "a.txt").symlink_to("all.txt")
     assert captioned.captions()["a.png"] == ["a cat"]
+    (tmp_path / "secret").write_text("file_name,text\na.png,secret")
+    for target in (tmp_path / "secret", "/proc/self/environ"):
+        (captioned.root / name).unlink(missing_ok=True)
+        (captioned.root / name).symlink_to(target)
+        with pytest.raises(ValueError, match=rf"{name} is a link to .*, in another folder: captions are not read from there"):
+            captioned.rows()
 
 
 def test_a_named_pipe_or_a_huge_file_as_a_sidecar_is_refused_and_not_waited_for(captioned):
@@ -165,15 +138,12 @@ def test_a_named_pipe_or_a_huge_file_as_a_sidecar_is_refused_and_not_waited_for(
         captioned.rows()
 
 
-def test_a_file_name_in_another_unicode_spelling_is_found(folder):
+def test_a_name_in_another_unicode_spelling_is_found_unless_both_spellings_have_images_of_their_own(folder):
     folder.add("cafe\u0301.png")
     folder.write("metadata.jsonl", json.dumps({"file_name": "caf\u00e9.png", "text": "coffee"}))
     assert folder.captions(missing="skip") == {"cafe\u0301.png": ["coffee"]}
-
-
-def test_images_whose_names_differ_in_how_accents_are_written_have_their_own_rows(folder):
     names = ("cafe\u0301.png", "caf\u00e9.png", "na\u00efve.png")
-    for name in names:
+    for name in names[1:]:
         folder.add(name)
     rows = [*((name, text) for name, text in zip(names, ("two", "one", "third"), strict=True)), ("cafe\u0301", "stem")]
     folder.write("metadata.jsonl", "\n".join(json.dumps({"file_name": name, "text": text}) for name, text in rows))
@@ -188,11 +158,7 @@ def test_a_table_of_captions_under_another_name_is_named_where_captions_are_miss
 
 
 def test_an_image_in_a_tar_without_a_caption_is_an_error_of_one_line(folder):
-    import io
-    import tarfile
-
-    with tarfile.open(folder.root / "train.tar", "w") as tar:
-        tar.addfile(tarfile.TarInfo("1.png"), io.BytesIO())
+    tarfile.open(folder.root / "train.tar", "w").close()
     folder.add("other/train.tar/1.png")
     folder.images[-1]["path"] = "train.tar/1.png"
     with pytest.raises(ValueError, match=r"3 of 3 images have no caption .*train\.tar/1\.png"):

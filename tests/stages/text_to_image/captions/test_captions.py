@@ -37,9 +37,7 @@ def test_the_first_source_that_has_a_caption_is_used(folder):
 @pytest.mark.parametrize("text", ["a photo of [trigger]", "a photo of [Trigger]"])
 def test_the_placeholder_of_ai_toolkit_becomes_the_trigger_once(captioned, text):
     captioned.write("a.txt", text)
-    with pytest.raises(
-        ValueError, match=r"^a\.txt: \[trigger\] stands for the trigger; set captions\.trigger, or write the word"
-    ):
+    with pytest.raises(ValueError, match=r"^a\.txt: \[trigger\] stands for the trigger; set captions\.trigger"):
         captioned.rows()
     rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
     found = {row["image_id"]: (row["text"], row["template"], row["reason"]) for row in rows if row["role"] == "caption"}
@@ -59,8 +57,7 @@ def test_a_caption_that_has_the_trigger_does_not_get_it_twice_and_the_run_says_s
         "a.png": ("a photo of ohwx, film grain", "{caption}, film grain", "the caption has the trigger"),
         "sub/b.jpg": ("ohwx, ohwxes, film grain", "{trigger}, {caption}, film grain", None),
     }
-    said = "1 of 2 captions have the trigger already and do not get it a second time: a.txt and so on"
-    assert said in captioned.lines
+    assert any(line.startswith("1 of 2 captions have the trigger already") for line in captioned.lines)
     assert captioned.captions(trigger="ohwx", template="a photo of {trigger}: {caption}")["a.png"] == ["a photo of ohwx"]
     assert captioned.captions(trigger="ohwx")["a.png"] == ["a photo of ohwx"]
 
@@ -75,18 +72,13 @@ def test_notes_are_given_once_at_the_end_and_only_if_a_row_was_new(captioned):
     assert len(captioned.lines) == 1
 
 
-def test_an_image_without_a_caption_is_an_error_that_names_the_first_few(folder):
+def test_an_image_without_a_caption_is_an_error_that_names_the_first_few_and_the_remedies(folder):
     for number in range(5):
         folder.add(f"m{number}.png")
     folder.write("a.txt", "a cat")
     folder.write("m0.txt", " \n")
-    with pytest.raises(
-        ValueError, match=r"6 of 7 images have no caption \(sidecar or metadata\): m0.png, m1.png, m2.png and 3 more"
-    ):
-        folder.rows()
-    with pytest.raises(
-        ValueError, match=r"; write m0\.txt and so on beside them, let a model write them .*, or set captions.missing"
-    ):
+    said = r"6 of 7 images have no caption \(sidecar or metadata\): m0.png, m1.png, m2.png and 3 more"
+    with pytest.raises(ValueError, match=rf"{said}; write m0\.txt and so on .*, let a model .*, or set captions.missing"):
         folder.rows()
 
 
@@ -111,12 +103,11 @@ def test_braces_in_a_caption_are_not_placeholders(folder):
 
 def test_a_template_without_caption_is_one_text_for_all_images_and_needs_no_files(folder):
     rows = [row for row in folder.rows(template="a photo of {trigger}", trigger="ohwx cat") if row["role"] == "caption"]
-    assert {row["text"] for row in rows} == {"a photo of ohwx cat"} and len(rows) == 2
-    assert len({row["caption_id"] for row in rows}) == 1 and {row["source"] for row in rows} == {"template"}
-    told = 'captions.template = "a photo of {trigger}" has no {caption}: captions are not read, and all pictures get this text'
-    assert told in folder.lines and [each.detail for each in caption_doubts(folder.context(template="foo"))] == [
-        told.replace("a photo of {trigger}", "foo")
-    ]
+    assert [(row["text"], row["source"]) for row in rows] == [("a photo of ohwx cat", "template")] * 2
+    assert len({row["caption_id"] for row in rows}) == 1
+    told = r'captions.template = "{}" has no {{caption}}: captions are not read, and all pictures get this text'
+    assert told.format("a photo of {trigger}") in folder.lines
+    assert [each.detail for each in caption_doubts(folder.context(template="foo"))] == [told.format("foo")]
 
 
 def test_a_trigger_counts_and_gives_way_to_the_class_only_as_a_word_of_its_own(folder):
@@ -125,32 +116,22 @@ def test_a_trigger_counts_and_gives_way_to_the_class_only_as_a_word_of_its_own(f
     rows = folder.rows(trigger="art", class_word="cat", template="{caption}")
     assert folder.lines == ['the trigger "art" is in only 1 of 2 captions']
     assert [row["text"] for row in rows if row["role"] == "class"] == ["cat, a party", "cat"]
-    folder.write("sub/b.txt", "the party")
+    folder.write("a.txt", "art\u732b\u5728")  # a script without spaces
+    rows = folder.rows(trigger="art", class_word="cat", template="{trigger}, {caption}")
+    assert [row["text"] for row in rows if row["image_id"] == "a.png"] == ["art\u732b\u5728", "cat\u732b\u5728"]
+    for name in ("a.txt", "sub/b.txt"):
+        folder.write(name, "the party")
     with pytest.raises(ValueError, match=r'captions.trigger "art" is in none of the 2 captions: .* "{trigger}, {caption}"'):
         folder.rows(trigger="art")
 
 
-def test_a_trigger_beside_letters_of_a_script_without_spaces_is_a_word(captioned):
-    captioned.write("a.txt", "ohwx\u732b\u5728\u8349\u4e0a")
-    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}", class_word="cat")
-    assert [row["text"] for row in rows if row["image_id"] == "a.png"] == [
-        "ohwx\u732b\u5728\u8349\u4e0a",
-        "cat\u732b\u5728\u8349\u4e0a",
-    ]
-
-
-def test_the_empty_caption_and_the_preview_prompts_are_rows_without_an_image(captioned):
+def test_the_empty_caption_the_trigger_and_the_preview_prompts_are_rows_without_an_image(captioned):
     prompts = ("a {trigger} at sea", "a boat", "a boat", "a dog")
     rows = captioned.rows(preview_prompts=prompts, trigger="ohwx", template="{caption}, {trigger}")
-    assert [(r["image_id"], r["text"], r["source"]) for r in rows if r["role"] == "empty"] == [("", "", "config")]
-    previews = [(row["position"], row["text"]) for row in rows if row["role"] == "preview"]
-    assert previews == [(0, "a ohwx at sea"), (1, "a boat"), (2, "a dog")]
-
-
-def test_the_trigger_alone_is_a_row_if_it_is_set(captioned):
+    own = [(row["role"], row["image_id"], row["text"], row["position"]) for row in rows if row["role"] != "caption"]
+    previews = [("preview", "", text, n) for n, text in enumerate(("a ohwx at sea", "a boat", "a dog"))]
+    assert sorted(own) == sorted([("empty", "", "", 0), *previews, ("trigger", "", "ohwx", 0)])
     assert not [row for row in captioned.rows() if row["role"] == "trigger"]
-    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
-    assert [(row["image_id"], row["text"], row["position"]) for row in rows if row["role"] == "trigger"] == [("", "ohwx", 0)]
 
 
 def test_the_class_word_adds_rows_for_texts_with_the_trigger_and_changes_no_other_row(folder):
@@ -185,14 +166,6 @@ def test_a_rejected_image_has_no_caption_but_a_caption_beside_a_duplicate_counts
         folder.rows()
 
 
-def test_one_edited_caption_makes_one_row_pending(captioned):
-    stored = run(STAGE, captioned.context())
-    assert run(STAGE, captioned.context(stored)).num_rows == 0
-    captioned.write("a.txt", "another cat")
-    pending = run(STAGE, captioned.context(stored)).to_pylist()
-    assert [row["text"] for row in pending] == ["another cat"]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -210,6 +183,9 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
         ({"preview_prompts": ["{caption}"]}, r"preview_prompts must have no placeholder but \{trigger\}, got \{caption\}"),
         ({"class_word": "a cat", "trigger": "cat"}, 'class_word must not contain the trigger "cat", got "a cat"'),
         ({"extension": "txt"}, 'extension must be a dot and a name such as ".txt", got "txt"'),
+        ({"replace": {"": "x"}}, "replace must name the words to replace"),
+        ({"shuffle": -1}, "shuffle must be >= 0"),
+        ({"weights": [1.0, 0.0]}, "weights must be >= 0.001 and <= 1000 each, got 0.0"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):

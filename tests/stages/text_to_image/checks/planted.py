@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ MATERIAL = Path(__file__).parents[3] / "material" / "images"
 TILES = 3  # a real picture gives 3 x 3 different pictures
 
 
+@cache
 def real() -> list[Image.Image]:
     paths = sorted(path for path in MATERIAL.rglob("*") if path.suffix in (".png", ".jpg", ".webp"))
     pictures = []
@@ -22,6 +24,7 @@ def real() -> list[Image.Image]:
     return pictures
 
 
+@cache
 def photographs() -> list[Image.Image]:
     return [Image.open(path).convert("RGB") for path in sorted(MATERIAL.rglob("*")) if path.suffix == ".jpg"]
 
@@ -37,9 +40,8 @@ def scene(seed: int, size: int = 192) -> Image.Image:
         x, y = generator.integers(0, size, 2)
         w, h = generator.integers(size // 10, size // 2, 2)
         shape = draw.ellipse if generator.random() < 0.5 else draw.rectangle
-        shape(
-            (int(x - w / 2), int(y - h / 2), int(x + w / 2), int(y + h / 2)), fill=tuple(generator.integers(0, 256, 3).tolist())
-        )
+        corners = int(x - w / 2), int(y - h / 2), int(x + w / 2), int(y + h / 2)
+        shape(corners, fill=tuple(generator.integers(0, 256, 3).tolist()))
     noise = generator.normal(0, 6, (size, size, 1))
     return Image.fromarray(np.clip(np.asarray(ground) + noise, 0, 255).astype(np.uint8))
 

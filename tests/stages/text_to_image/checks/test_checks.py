@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from pipeline.project.project import Project
 from stages.text_to_image.checks import SIDE, ChecksConfig, imbalance, measure_picture, near_pairs, repeated_phrase, text_warnings
-from tests.projects import Silent, build, edit, make
+from tests.projects import Silent, build, duplicate, edit, make
 from tests.stages.text_to_image.checks import planted
 
 USUAL = ChecksConfig()
@@ -18,14 +21,9 @@ def thumbnail(image: Image.Image) -> np.ndarray:
     return np.frombuffer(measure_picture(image.convert("L"))["thumbnail"], np.uint8).reshape(SIDE, SIDE)
 
 
-def area_under_curve(normal: list[float], marked: list[float]) -> float:
-    """The share of pairs in which the marked picture has the larger value: 1 if some threshold separates them."""
-    return float(np.mean([(m > n) + 0.5 * (m == n) for n in normal for m in marked]))
-
-
 @pytest.mark.proof("near-duplicates: recall at least 0.95 at precision at least 0.98 among 2,000 different pictures")
 def test_near_duplicates_are_found_and_different_pictures_are_not(cases):
-    count, copies = cases(150, 2000), cases(15, 200)
+    count, copies = cases(120, 2000), cases(10, 200)
     originals = list(planted.different(count))
     chosen = np.random.default_rng(0).choice(len(originals), copies, replace=False)
     groups, pictures = list(range(len(originals))), list(originals)
@@ -48,78 +46,64 @@ def test_pictures_without_a_near_duplicate_give_no_pair():
     assert near_pairs(stripes, USUAL.similarity) == []
 
 
+def grey(measure: str, pictures: Iterable[Image.Image]) -> list[float]:
+    return [measure_picture(image.convert("L"))[measure] for image in pictures]
+
+
 def test_a_threshold_separates_sharp_pictures_from_blurred_ones():
-    sharp = [measure_picture(image.convert("L"))["blur"] for image in planted.real()]
-    for radius in (2, 3, 4, 6):
-        blurred = [measure_picture(planted.blurred(image, radius).convert("L"))["blur"] for image in planted.photographs()]
-        assert area_under_curve(sharp, blurred) == 1.0
+    sharp = grey("blur", planted.real())
+    for radius in (2, 6):
+        blurred = grey("blur", (planted.blurred(image, radius) for image in planted.photographs()))
         assert max(sharp) < USUAL.blur <= min(blurred), radius
 
 
-@pytest.mark.parametrize(("gain", "sign"), [(0.05, -1), (0.02, -1), (8, 1), (16, 1)])
-def test_badly_exposed_photographs_are_darker_or_brighter_than_usual_ones(gain, sign):
-    usual = [sign * measure_picture(image.convert("L"))["brightness"] for image in planted.photographs()]
-    marked = [sign * measure_picture(planted.exposed(image, gain).convert("L"))["brightness"] for image in planted.photographs()]
-    assert area_under_curve(usual, marked) >= 0.9
+def test_badly_exposed_photographs_are_darker_or_brighter_than_usual_ones():
+    usual = grey("brightness", planted.photographs())
+    for gain, sign in ((0.05, -1), (8, 1)):
+        marked = grey("brightness", (planted.exposed(image, gain) for image in planted.photographs()))
+        # The share of pairs in which the marked picture is farther out.
+        assert np.mean([sign * m > sign * n for n in usual for m in marked]) >= 0.9
 
 
 def test_a_letterbox_is_a_border_and_the_ground_of_a_drawing_is_none():
-    assert max(measure_picture(image.convert("L"))["border"] for image in planted.real()) == 0
-    found = []
-    for image in planted.photographs()[1:]:
-        boxed = Image.new("RGB", (image.width, int(image.height * 1.3)))
-        boxed.paste(image, (0, int(image.height * 0.15)))
-        found.append(measure_picture(boxed.convert("L"))["border"])
+    assert max(grey("border", planted.real())) == 0
+    boxed = [ImageOps.expand(image, (0, int(image.height * 0.15))) for image in planted.photographs()[1:]]
+    found = grey("border", boxed)
     assert np.median(found) == pytest.approx(0.23, abs=0.01) and sum(each >= USUAL.border for each in found) >= len(found) - 1
 
 
-def caption(image: str, text: str, source: str = "sidecar") -> dict[str, str]:
-    return {"image_id": image, "text": text, "source": source}
+def named(trigger: str, *texts: str | tuple[str, str]) -> list[tuple[int, str]]:
+    """(number, warning) of captions, which have another source than a sidecar if it is given."""
+    given = [each if isinstance(each, tuple) else (each, "sidecar") for each in texts]
+    rows = [{"image_id": n, "text": text, "source": source} for n, (text, source) in enumerate(given)]
+    return sorted((image, name) for image, name, _ in text_warnings(rows, trigger, USUAL.words))
 
 
 def test_captions_that_repeat_each_other_or_lack_the_trigger_or_are_broken_are_named():
-    rows = [
-        caption("a", "ohwx, a red boat on the calm sea"),
-        caption("b", "Ohwx, a red boat on the calm sea!"),
-        caption("c", "ohwx, a blue boat on the calm sea"),
-        caption("d", "a quite different text without it"),
-        caption("e", "ohwx in a cafÃ©"),
-        caption("f", "ohwx " + "very " * 400),
-        caption("g", "ohwx", "config"),  # captions.missing = "trigger"
-        caption("h", "ohwx", "config"),
-    ]
-    found = {(image, name) for image, name, _ in text_warnings(rows, "ohwx", USUAL.words)}
-    assert found == {
-        ("b", "equal_caption"),
-        ("b", "no_trigger"),
-        ("c", "near_caption"),
-        ("d", "no_trigger"),
-        ("e", "mojibake"),
-        ("f", "long_caption"),
-    }
-
-
-def test_text_in_other_scripts_is_no_mojibake():
-    rows = [
-        caption(str(n), text) for n, text in enumerate(("café à Âge d’or", "日本 の 猫", "кошка на столе", "Ærø “zwj” — ñandú"))
-    ]
-    assert not [name for _, name, _ in text_warnings(rows, "", USUAL.words)]
-
-
-def test_a_trigger_within_a_longer_word_is_a_missing_trigger():
-    rows = [
-        {"image_id": "a", "text": "a party", "source": "sidecar"},
-        {"image_id": "b", "text": "art, a house", "source": "sidecar"},
-    ]
-    assert [(image, name) for image, name, _ in text_warnings(rows, "art", 300)] == [("a", "no_trigger")]
-    rows = [{"text": f"{n} a party in the hall"} for n in range(5)]
-    assert "'a party in the hall'" in repeated_phrase(rows, "art", 0.5)
+    found = named(
+        "ohwx",
+        "ohwx, a red boat on the calm sea",
+        "Ohwx, a red boat on the calm sea!",
+        "ohwx, a blue boat on the calm sea",
+        "a quite different text without it",
+        "ohwx in a cafÃ©",
+        "ohwx " + "very " * 400,
+        *[("ohwx", "config")] * 2,  # captions.missing = "trigger"
+    )
+    equal = [(1, "equal_caption"), (1, "no_trigger"), (2, "near_caption")]
+    assert found == [*equal, (3, "no_trigger"), (4, "mojibake"), (5, "long_caption")]
+    assert named("art", "a party", "art, a house") == [(0, "no_trigger")], "within a longer word"
+    assert named("", "café à Âge d’or", "日本 の 猫", "кошка на столе", "Ærø “zwj” — ñandú") == [], "other scripts"
 
 
 def test_a_phrase_in_most_captions_is_named_without_the_trigger():
-    rows = [caption(str(n), f"ohwx thing, a photo of the number {n} on a table") for n in range(8)]
-    assert repeated_phrase(rows, "ohwx thing", 0.5).startswith("8 of 8 different captions have the phrase")
-    assert repeated_phrase([caption(str(n), f"ohwx thing here and there {n}") for n in range(8)], "ohwx thing", 0.5) == ""
+    def repeated(text: str, trigger: str) -> str:
+        return repeated_phrase([{"text": text.format(n)} for n in range(8)], trigger, 0.5)
+
+    told = repeated("ohwx thing, a photo of the number {} on a table", "ohwx thing")
+    assert told.startswith("8 of 8 different captions have the phrase")
+    assert repeated("ohwx thing here and there {}", "ohwx thing") == ""
+    assert "'a party in the hall'" in repeated("{} a party in the hall", "art")
 
 
 def test_folders_of_very_different_size_are_named_unless_repeats_balance_them():
@@ -131,13 +115,19 @@ def test_folders_of_very_different_size_are_named_unless_repeats_balance_them():
     assert imbalance(rows(30.0), 10.0) == ""
 
 
-@pytest.fixture
-def project(tmp_path, tiny_weights):
-    folder = make(tmp_path / "project", tiny_weights, images=3)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights):
+    folder = make(tmp_path_factory.mktemp("built") / "project", tiny_weights, images=3)
     with Image.open(folder / "images" / "picture0.png") as image:
         planted.encoded(image.convert("RGB")).save(folder / "images" / "again.png")
     (folder / "images" / "again.txt").write_text("picture number 0")
+    build(folder, "images", "captions", "checks")
     return folder
+
+
+@pytest.fixture
+def project(built, tmp_path):
+    return duplicate(built, tmp_path / "project")
 
 
 def checks(folder):
@@ -146,6 +136,7 @@ def checks(folder):
 
 def test_a_picture_saved_again_and_an_equal_caption_are_warnings_and_exclude_nothing(project):
     console = Silent()
+    shutil.rmtree(project / "tables" / "checks")
     build(project, "images", "captions", "checks", "buckets", console=console)
     rows = checks(project)
     pair = {"again.png", "picture0.png"}
@@ -157,7 +148,6 @@ def test_a_picture_saved_again_and_an_equal_caption_are_warnings_and_exclude_not
 
 
 def test_a_deleted_original_leaves_no_warning_and_no_picture_is_measured_again(project, monkeypatch):
-    build(project, "images", "captions", "checks")
     marked = next(path for path, row in checks(project).items() if row["duplicate_of"])
     original = ({"again.png", "picture0.png"} - {marked}).pop()
     (project / "images" / original).unlink()
@@ -167,7 +157,6 @@ def test_a_deleted_original_leaves_no_warning_and_no_picture_is_measured_again(p
 
 
 def test_a_condition_in_sql_chooses_the_images_that_are_trained(project):
-    build(project, "images", "captions", "checks")
     edit(project, "[buckets]\n", '[buckets]\nwhere = "duplicate_of is null"\n')
     console = Silent()
     build(project, "buckets", console=console)
@@ -188,7 +177,6 @@ def test_a_condition_in_sql_chooses_the_images_that_are_trained(project):
     ],
 )
 def test_a_wrong_condition_is_one_line(project, where, message):
-    build(project, "images", "captions", "checks")
     edit(project, "[buckets]\n", f'[buckets]\nwhere = "{where}"\n')
     with pytest.raises(ValueError, match=message) as caught:
         build(project, "buckets")
@@ -196,7 +184,7 @@ def test_a_wrong_condition_is_one_line(project, where, message):
 
 
 def test_a_condition_without_the_table_checks_names_the_command(project):
-    build(project, "images", "captions")
+    shutil.rmtree(project / "tables" / "checks")
     edit(project, "[buckets]\n", '[buckets]\nwhere = "blur < 0.5"\n')
     with pytest.raises(ValueError, match="make checks"):
         build(project, "buckets")

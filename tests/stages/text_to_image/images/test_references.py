@@ -16,17 +16,8 @@ from stages.text_to_image.images.folder import pair_references
         (["x/1_start.png", "x/1_end.png"], None, {"x/1_start.png": ("x/1_end.png", 1)}),
         (["cat_in.png", "dog_out.png"], None, {}),
         (["cat.png", "control/dog.png"], None, {}),  # a folder of the subject that is only called so
-        (
-            ["cat.png", "control/cat.png", "control/dog.png"],
-            None,
-            {"control/cat.png": ("cat.png", 1), "control/dog.png": (None, 1)},
-        ),
-        (
-            ["cat.png", "pose/cat.png", "in/face/cat.png"],
-            ("pose", "in/face"),
-            {"pose/cat.png": ("cat.png", 1), "in/face/cat.png": ("cat.png", 2)},
-        ),
-        (["cat.png", "b/cat.png", "a/cat.png"], ("b", "a"), {"b/cat.png": ("cat.png", 1), "a/cat.png": ("cat.png", 2)}),
+        (["a.png", "control/a.png", "control/b.png"], None, {"control/a.png": ("a.png", 1), "control/b.png": (None, 1)}),
+        (["a.png", "y/a.png", "in/x/a.png"], ("y", "in/x"), {"y/a.png": ("a.png", 1), "in/x/a.png": ("a.png", 2)}),
         (["cat.png", "control/cat.png"], (), {}),
         (["cafe\u0301.png", "control/caf\u00e9.png"], None, {"control/caf\u00e9.png": ("cafe\u0301.png", 1)}),
     ],

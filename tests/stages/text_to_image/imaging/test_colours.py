@@ -64,9 +64,9 @@ def test_a_grey_profile_applies_to_grey_pixels_of_8_and_16_bits_and_is_ignored_f
     assert opened(saved(picture(), icc_profile=GREY_PROFILE)).tobytes() == picture().tobytes()
 
 
-@pytest.mark.parametrize("broken", [b"", b"no profile", WIDE_PROFILE[:200], WIDE_PROFILE[:128] + bytes(400)])
-def test_a_broken_profile_is_ignored(broken):
-    assert opened(saved(picture(), icc_profile=broken)).tobytes() == picture().tobytes()
+def test_a_broken_profile_is_ignored():
+    for broken in (b"", b"no profile", WIDE_PROFILE[:200], WIDE_PROFILE[:128] + bytes(400)):
+        assert opened(saved(picture(), icc_profile=broken)).tobytes() == picture().tobytes()
 
 
 def test_sixteen_bits_are_scaled_to_eight_and_not_clipped():
@@ -92,17 +92,12 @@ def test_the_page_shows_a_picture_of_sixteen_bits_or_with_transparency_as_it_is_
         thumbnail(tmp_path / "b.png", 4, "#ffffff")
 
 
-@pytest.mark.parametrize("white", [1.0, 255.0, 65535.0])
-def test_float_pixels_are_scaled_by_the_smallest_usual_range_that_holds_them(white):
-    values = np.linspace(0, white, 64, dtype=np.float32).reshape(8, 8)
+@pytest.mark.parametrize(("most", "white"), [(1.0, 1.0), (1.05, 1.0), (255.0, 255.0), (65535.0, 65535.0)])
+def test_float_pixels_are_scaled_by_the_smallest_usual_range_that_holds_them_or_nearly(most, white):
+    values = np.linspace(0, most, 64, dtype=np.float32).reshape(8, 8)
     values[0, 0] = np.nan
     found = np.asarray(opened(saved(Image.fromarray(values), "TIFF")))
-    assert np.array_equal(found[..., 0], np.rint(np.linspace(0, 255, 64).reshape(8, 8)))
-
-
-def test_thirty_two_bit_integers_are_scaled():
-    values = np.array([[0, 2**31 - 1, 2**30]], np.int32)
-    assert np.asarray(opened(saved(Image.fromarray(values), "TIFF")))[..., 0].tolist() == [[0, 255, 128]]
+    assert np.array_equal(found[..., 0], np.rint(np.clip(np.nan_to_num(values).astype(float) / white, 0, 1) * 255))
 
 
 def tiff(values):
@@ -114,12 +109,6 @@ def tiff(values):
     data = values.astype(values.dtype.newbyteorder("<")).tobytes()
     entries = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items())
     return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
-
-
-def test_floats_a_little_beyond_white_are_clipped_and_not_taken_for_a_dark_image():
-    values = np.linspace(0, 1.05, 64, dtype=np.float32).reshape(8, 8)
-    found = np.asarray(opened(tiff(values)))[..., 0]
-    assert np.array_equal(found, np.rint(np.clip(values.astype(float), 0, 1) * 255))
 
 
 @pytest.mark.parametrize(

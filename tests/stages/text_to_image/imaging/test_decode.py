@@ -75,24 +75,20 @@ def test_damaged_bytes_give_an_image_or_an_image_error_and_nothing_else(kind):
             assert error.detail and "0x7" not in error.detail and "\n" not in error.detail
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP lossless", "JPEG", "AVIF", "HEIF"])
-def test_every_orientation_is_turned_upright_and_the_probe_has_the_upright_size(kind, orientation):
-    exif = Image.Exif()
-    exif[decode.ORIENTATION] = orientation
-    data = saved(picture(), kind, **(FORMATS[kind] | {"exif": exif.tobytes()}))
-    upright = picture()
-    upright.getexif()[decode.ORIENTATION] = orientation
-    upright = ImageOps.exif_transpose(upright)
-    found = probe(io.BytesIO(data))
-    image = opened(data)
-    assert image.size == upright.size == (found.width, found.height)
-    assert np.abs(np.asarray(image, float) - np.asarray(upright, float)).mean() < 3
-
-
-def test_an_image_with_a_broken_exif_block_is_not_turned():
-    data = saved(picture(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    assert opened(data).size == (48, 32)
+def test_every_orientation_is_turned_upright_and_the_probe_has_the_upright_size(kind):
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[decode.ORIENTATION] = orientation
+        data = saved(picture(), kind, **(FORMATS[kind] | {"exif": exif.tobytes()}))
+        upright = picture()
+        upright.getexif()[decode.ORIENTATION] = orientation
+        upright = ImageOps.exif_transpose(upright)
+        found, image = probe(io.BytesIO(data)), opened(data)
+        assert image.size == upright.size == (found.width, found.height), orientation
+        assert np.abs(np.asarray(image, float) - np.asarray(upright, float)).mean() < 3, orientation
+    broken = saved(picture(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert opened(broken).size == (48, 32), "no orientation can be read"
 
 
 def test_threads_decode_no_more_pixels_at_once_than_there_is_room_for():
@@ -139,7 +135,7 @@ def test_an_avif_file_with_more_pixels_than_its_decoder_takes_is_refused_as_too_
 
 
 def test_a_file_that_is_no_image_is_unreadable_whatever_its_name(tmp_path):
-    (tmp_path / "a.png").write_text("not an image at all\n" * 10)
+    (tmp_path / "a.png").write_text("not an image at all\n")
     for path in (tmp_path / "a.png", tmp_path / "absent.png", tmp_path):
         with pytest.raises(ImageError) as error:
             probe(path)
