@@ -30,9 +30,11 @@ def computed(tmp_path, table, **config):
     return run(STAGE, made).to_pylist()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
-def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_aspect_ratio(width, height, R, upscale, max_shapes):
+def test_a_bucket_is_on_the_grid_within_its_area_its_crop_has_its_aspect_ratio_and_turning_the_image_turns_it(
+    width, height, R, upscale, max_shapes
+):
     b = choose_bucket(width, height, R, upscale, max_shapes)
     assert b is not None
     assert b.width % STEP == 0 and b.height % STEP == 0 and min(b.width, b.height) >= STEP
@@ -46,16 +48,11 @@ def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_as
     assert math.isclose(b.crop_loss, 1 - b.crop_w * b.crop_h / (width * height), abs_tol=1e-12)
     if not upscale:
         assert b.scale <= 1 and b.width <= width and b.height <= height
+    turned = choose_bucket(height, width, R, upscale, max_shapes)
+    assert (turned.width, turned.height, turned.crop_w, turned.crop_h) == (b.height, b.width, b.crop_h, b.crop_w)
 
 
-@settings(deadline=None, max_examples=100)
-@given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
-def test_turning_the_image_turns_the_bucket(width, height, R, upscale, max_shapes):
-    one, other = choose_bucket(width, height, R, upscale, max_shapes), choose_bucket(height, width, R, upscale, max_shapes)
-    assert (one.width, one.height, one.crop_w, one.crop_h) == (other.height, other.width, other.crop_h, other.crop_w)
-
-
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(64, 6000), st.integers(64, 6000))
 def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
     """Exactly monotone it is not: a small image's own shape may crop less and be a few cells smaller."""
@@ -63,7 +60,7 @@ def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
     assert all(later >= earlier * 0.85 for earlier, later in itertools.pairwise(tokens))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(64, 6000), st.floats(1 / LONGEST, LONGEST), RESOLUTIONS)
 def test_an_image_with_enough_pixels_is_trained_at_full_area(side, aspect, R):
     width, height = round(side * aspect**0.5), round(side * aspect**-0.5)
@@ -73,7 +70,7 @@ def test_an_image_with_enough_pixels_is_trained_at_full_area(side, aspect, R):
     assert choose_bucket(8 * width, 8 * height, R, upscale=True).tokens > 0.8 * b.tokens
 
 
-def log_uniform(count=4000, longest=2.0):
+def log_uniform(count=2000, longest=2.0):
     return np.exp(np.random.default_rng(0).uniform(-np.log(longest), np.log(longest), count))
 
 
@@ -107,13 +104,11 @@ def test_a_small_image_keeps_its_own_size_and_is_enlarged_only_when_asked():
     assert choose_bucket(15, 900, 512) is None
 
 
-@pytest.mark.parametrize("max_shapes", [1, 2, 9, 32])
+@pytest.mark.parametrize("max_shapes", [1, 9])
 def test_the_number_of_shapes_is_bounded_for_large_images_and_for_small_ones(max_shapes):
-    large = [
-        choose_bucket(round(4000 * a**0.5), round(4000 * a**-0.5), 512, max_shapes=max_shapes) for a in log_uniform(1500, 10)
-    ]
+    large = [choose_bucket(round(4000 * a**0.5), round(4000 * a**-0.5), 512, max_shapes=max_shapes) for a in log_uniform(700, 10)]
     assert len({(b.width, b.height) for b in large}) <= max_shapes
-    sides = np.random.default_rng(2).integers(16, 700, (1500, 2))
+    sides = np.random.default_rng(2).integers(16, 700, (700, 2))
     small = [choose_bucket(int(w), int(h), 512, max_shapes=max_shapes) for w, h in sides]
     assert len({(b.width, b.height) for b in small}) <= max_shapes * 512 // STEP
     if max_shapes == 1:

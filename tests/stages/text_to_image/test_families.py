@@ -24,11 +24,7 @@ ROOT = Path(__file__).parents[3]
         ("flux2-klein", "klein-base-4b", ""),
         ("klein-9", "klein-base-9b", ""),
         ("flux1-dev", "klein-base-4b", ": FLUX.1 is an older model of another architecture, not known here"),
-        (
-            "black-forest-labs/FLUX.1-schnell",
-            "klein-base-4b",
-            ": FLUX.1 is an older model of another architecture, not known here",
-        ),
+        ("black-forest-labs/FLUX.1-schnell", "klein-base-4b", ": FLUX.1 is an older model of another .*"),
         ("flux2-dev", "dev", ""),
         ("flux-3-klein", "flux3-klein-base", ""),
         ("black-forest-labs/flux-3-image-klein", "flux3-klein-base", ""),
@@ -40,25 +36,22 @@ def test_an_unknown_name_is_refused_with_the_smallest_free_base_or_the_one_that_
 
 
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
-def test_a_familys_weights_are_published_or_bundled_or_generated_from_a_seed(record):
+def test_a_family_has_one_source_of_weights_sizes_that_fit_each_other_and_one_kind_of_guidance_and_can_be_pickled(record):
     assert sum((bool(record.hub), bool(record.bundled), record.seeded is not None)) == 1
-    assert record.source
-    assert not record.gated or record.hub
-
-
-@pytest.mark.parametrize("record", [f for f in FAMILIES.values() if f.bundled], ids=lambda f: f.name)
-def test_a_bundled_family_lies_in_the_checkout_with_all_its_components_and_a_model_card(record):
-    for folder in FOLDERS.values():
-        assert any((ROOT / record.bundled / folder).glob("*.json")), folder
-    assert (ROOT / record.bundled / "README.md").is_file()
-
-
-@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
-def test_the_sizes_of_a_family_fit_each_other(record):
+    assert record.source and (not record.gated or record.hub)
+    if record.bundled:
+        assert all(any((ROOT / record.bundled / folder).glob("*.json")) for folder in FOLDERS.values())
+        assert (ROOT / record.bundled / "README.md").is_file()
     config = record.architecture.transformer_config(None, record)
     assert config.latent_channels == 4 * record.autoencoder["latent_channels"]
     assert config.text_features == len(record.text_layers) * record.text_encoder["hidden_size"]
     assert max(record.text_layers) <= record.text_encoder["num_hidden_layers"]
+    assert record.guidance_embedded == record.transformer.get("guidance_embeds", False)
+    assert record.guidance_embedded + record.real_cfg <= 1
+    assert record.real_cfg or record.guidance_embedded or record.guidance == 1.0
+    assert pickle.loads(pickle.dumps(record)) == record
+    # A partial equals itself alone; its text names the function with its place in memory, and all arguments.
+    assert repr(pickle.loads(pickle.dumps(record.architecture))) == repr(record.architecture)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +76,6 @@ def test_the_released_sizes_give_the_released_numbers_of_parameters(name, tensor
         assert parameters - counts(record.without_references())[1] == 670_434_560
 
 
-@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
-def test_guidance_enters_one_way_only(record):
-    assert not (record.guidance_embedded and record.real_cfg)
-    assert record.guidance_embedded == record.transformer.get("guidance_embeds", False)
-    assert record.real_cfg or record.guidance_embedded or record.guidance == 1.0
-
-
-@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
-def test_a_family_can_be_pickled_and_so_can_its_architecture(record):
-    assert pickle.loads(pickle.dumps(record)) == record
-    # A partial equals itself alone; its text names the function with its place in memory, and all arguments.
-    assert repr(pickle.loads(pickle.dumps(record.architecture))) == repr(record.architecture)
-
-
 DISTILLED = [record for record in FAMILIES.values() if record.base]
 
 
@@ -105,12 +84,8 @@ def test_an_adapter_of_a_base_fits_its_distilled_twin_which_draws_with_fewer_pas
     base = FAMILIES[record.base]
     assert twin(FAMILIES, base) is record and not base.base
     assert meta_transformer(None, base).linears() == meta_transformer(None, record).linears()
-    assert (record.text_encoder, record.text_layers, record.text_tokens) == (
-        base.text_encoder,
-        base.text_layers,
-        base.text_tokens,
-    )
-    assert record.autoencoder == base.autoencoder
+    for name in ("text_encoder", "text_layers", "text_tokens", "autoencoder"):
+        assert getattr(record, name) == getattr(base, name), name
     assert record.sampling_steps * passes(SamplesConfig(), record) < base.sampling_steps * passes(SamplesConfig(), base)
 
 

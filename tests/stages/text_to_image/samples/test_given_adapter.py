@@ -69,7 +69,9 @@ def test_a_given_adapter_draws_beside_base_and_checkpoints_and_is_named_in_the_g
     drawn: dict[str, list[np.ndarray]] = {}
     for program in ("kohya and musubi", "diffusers"):
         file = write(tmp_path, program)
-        run = context(root, tmp_path / program, replace(CONFIG, checkpoints=(20,), seeds=(0,), adapter=str(file)))
+        run = context(
+            root, tmp_path / program, replace(CONFIG, checkpoints=(20,), seeds=(0,), first_prompts=1, adapter=str(file))
+        )
         rows = harness.run(STAGE, run).to_pylist()
         given = [row for row in rows if row["adapter_id"] == hashlib.sha256(file.read_bytes()).hexdigest()]
         assert [source.label for source in sample_sources(run)] == ["base", "step 20", program] and len(rows) == 3 * len(given)

@@ -46,31 +46,24 @@ def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_w
 
 
 @pytest.mark.parametrize(
-    ("change", "steps"),
+    ("change", "last_step", "steps"),
     [
-        ({"checkpoints": "last"}, [0, 20]),
-        ({"checkpoints": "all", "base": False}, [10, 20]),
-        ({"checkpoints": (10,)}, [0, 10]),
-        ({"checkpoints": (20, 10, 20), "base": False}, [10, 20]),
-        ({"checkpoints": ()}, [0]),
+        ({"checkpoints": "last"}, 20, [0, 20]),
+        ({"checkpoints": "last"}, 10, [0, 10]),  # a run made shorter: no later checkpoint
+        ({"checkpoints": "all"}, 10, [0, 10]),
+        ({"checkpoints": "all", "base": False}, 20, [10, 20]),
+        ({"checkpoints": (20,)}, 10, [0, 20]),  # unless it is named
+        ({"checkpoints": (20, 10, 20), "base": False, "first_prompts": 1}, 20, [10, 20]),
+        ({"checkpoints": (), "first_prompts": 100}, 20, [0]),
     ],
 )
-def test_the_chosen_checkpoints_are_wanted_in_order(root: Path, tmp_path: Path, change: dict[str, Any], steps: list[int]) -> None:
-    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, **change)))
-    assert list(dict.fromkeys(wanted["step"].to_pylist())) == steps
-    assert wanted.num_rows == len(steps) * 4
-
-
-def test_of_a_run_made_shorter_no_later_checkpoint_is_drawn_unless_it_is_named(root: Path, tmp_path: Path) -> None:
-    for checkpoints, steps in (("all", [0, 10]), ("last", [0, 10]), ((20,), [0, 20])):
-        wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, checkpoints=checkpoints), last_step=10))
-        assert list(dict.fromkeys(wanted["step"].to_pylist())) == steps
-
-
-@pytest.mark.parametrize(("prompts", "drawn"), [(0, PROMPTS), (1, PROMPTS[:1]), (100, PROMPTS)])
-def test_only_the_first_prompts_are_drawn_if_a_number_is_set(root: Path, tmp_path: Path, prompts: int, drawn: list[str]) -> None:
-    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, first_prompts=prompts)))
-    assert list(dict.fromkeys(wanted["prompt"].to_pylist())) == list(drawn)
+def test_the_chosen_checkpoints_and_the_first_prompts_are_wanted_in_order(
+    root: Path, tmp_path: Path, change: dict[str, Any], last_step: int, steps: list[int]
+) -> None:
+    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, **change), last_step=last_step)).to_pylist()
+    prompts = PROMPTS[: change.get("first_prompts", 2)]
+    assert [(row["step"], row["prompt"]) for row in wanted[::2]] == [(step, prompt) for step in steps for prompt in prompts]
+    assert len(wanted) == 2 * len(steps) * len(prompts)
 
 
 def test_a_step_without_a_checkpoint_is_refused_and_the_steps_with_one_are_named(root: Path, tmp_path: Path) -> None:
@@ -95,22 +88,18 @@ def test_a_stop_takes_effect_after_the_current_denoising_step_and_nothing_is_dra
     assert bar[-1] == (3 * STEPS, 3 * STEPS)
 
 
-def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(root: Path, tmp_path: Path) -> None:
-    config, seen = replace(CONFIG, checkpoints=()), tmp_path / "parts" / "artifacts" / "images"
-    whole = context(root, tmp_path / "whole", config)
-    expected = harness.run(STAGE, whole).to_pylist()
-    first = context(root, tmp_path / "parts", config, stop=lambda: any(seen.glob("*.png")))
-    stored = harness.run(STAGE, first)
+def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(root: Path, whole, tmp_path: Path) -> None:
+    config, seen = replace(CONFIG, checkpoints=()), tmp_path / "artifacts" / "images"
+    expected = whole[1].to_pylist()[:4]
+    stored = harness.run(STAGE, context(root, tmp_path, config, stop=lambda: any(seen.glob("*.png"))))
     assert stored["path"].to_pylist() == [expected[0]["path"]]
     autoencoder = {"autoencoder": root / "weights" / "vae", "train": root / "train"}  # and no transformer
-    second = context(root, tmp_path / "parts", config, stored=stored, weights=autoencoder)
+    second = context(root, tmp_path, config, stored=stored, weights=autoencoder)
     rest = harness.run(STAGE, second).to_pylist()
     assert [row["path"] for row in rest] == [row["path"] for row in expected[1:]]
     assert all(row["seconds"] > 0 for row in rest)
-    assert files(second) == files(whole) == {"grid.png", *(row["path"] for row in expected)}
-    assert all(
-        (whole.output.artifacts / name).read_bytes() == (second.output.artifacts / name).read_bytes() for name in files(whole)
-    )
+    assert files(second) == {"grid.png", *(row["path"] for row in expected)}
+    assert all(np.array_equal(pixels(second, row), pixels(whole[0], row)) for row in expected)
 
 
 def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(whole) -> None:
@@ -132,25 +121,20 @@ def test_the_grid_writes_letters_with_accents_also_those_of_two_characters() -> 
     assert len({drawn(letter) for letter in ("\uffff", *"éößŁčЖω")}) == 8  # none is the box of a letter that is missing
 
 
-def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, tmp_path: Path) -> None:
-    run = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
-    rows = harness.run(STAGE, run)
-    assert set(rows["prompt"].to_pylist()) == set(PROMPTS)
-    assert Image.open(run.output.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
-
-
-def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path) -> None:
-    stored, file = harness.run(STAGE, context(root, tmp_path)), tmp_path / "artifacts" / "grid.png"
-    shown = file.read_bytes()
-    before = file.stat().st_mtime_ns
+def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, whole, tmp_path: Path) -> None:
+    stored, file = whole[1], tmp_path / "artifacts" / "grid.png"
+    shutil.copytree(whole[0].output.artifacts, tmp_path / "artifacts")
+    shown, before = pixels(whole[0], {"path": "grid.png"}), file.stat().st_mtime_ns
     harness.run(STAGE, context(root, tmp_path, stored=stored))
     assert file.stat().st_mtime_ns == before, "it shows what is wanted: leave it"
     file.unlink()
     harness.run(STAGE, context(root, tmp_path, stored=stored))
-    assert file.read_bytes() == shown
-    harness.run(STAGE, context(root, tmp_path, replace(CONFIG, base=False), stored=stored))
+    assert np.array_equal(pixels(whole[0], {"path": file}), shown)
+    fewer = context(root, tmp_path, replace(CONFIG, base=False, grid=1), stored=stored)
+    assert STAGE.wants(fewer).num_rows == 2 * 2 * 2, "prompts that the grid does not show too"
+    harness.run(STAGE, fewer)
     with Image.open(file) as image:
-        assert image.width == 220 + 2 * 40
+        assert image.size == (220 + 2 * 40, 36 + 2 * 40)
 
 
 def test_previews_that_a_crash_kept_from_the_grid_are_in_the_grid_of_the_next_run(root: Path, tmp_path: Path) -> None:
@@ -172,11 +156,7 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
     shutil.copytree(root / "train", tmp_path / "train")
     file = tmp_path / "train" / "checkpoints" / "step-000020" / "adapter.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
-    weights = {
-        "transformer": root / "weights" / "transformer",
-        "autoencoder": root / "weights" / "vae",
-        "train": tmp_path / "train",
-    }
+    weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
     with pytest.raises(ValueError, match=r"adapter\.safetensors is damaged; choose another checkpoint"):
         harness.run(STAGE, run)
@@ -189,9 +169,7 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
     checkpoint.save(harness.writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.batch.empty_table(), about, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, replace(CONFIG, base=False), last_step=30, weights=weights)
-    with pytest.raises(
-        ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr$"
-    ):
+    with pytest.raises(ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr"):
         harness.run(STAGE, run)
     assert not files(run)
 
@@ -212,15 +190,9 @@ def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line
 
 def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    run = harness.context(
-        STAGE,
-        tmp_path,
-        {**tables(), "captions": CAPTIONS.batch.empty_table()},
-        config=CONFIG,
-        family=TINY,
-        weights={"train": root / "train"},
-    )
+    given = {**tables(), "captions": CAPTIONS.batch.empty_table()}
+    run = harness.context(STAGE, tmp_path, given, config=CONFIG, family=TINY, weights={"train": root / "train"})
     run.report.say = lines.append
     assert harness.run(STAGE, run).num_rows == 0
     assert len(lines) == 1 and "preview_prompts" in lines[0]
-    assert not (run.output.artifacts / "grid.png").exists()
+    assert not files(run)
