@@ -42,8 +42,8 @@ def peak_of(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_what_is_refused_exceeds_the_budget_when_forced_and_what_is_accepted_stays_within_it(tmp_path, tiny_weights, monkeypatch):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     for old, new in (
-        ("resolutions = [64, 96]", "resolutions = [256]\nupscale = true"),
-        ("width = 64\nheight = 64", "width = 256\nheight = 256"),
+        ("resolutions = [64, 96]", "resolutions = [192]\nupscale = true"),
+        ("width = 64\nheight = 64", "width = 192\nheight = 192"),
     ):
         projects.edit(folder, old, new)
     projects.build(folder, "images", "captions", "buckets")
@@ -57,7 +57,7 @@ def test_what_is_refused_exceeds_the_budget_when_forced_and_what_is_accepted_sta
         assert least / MARGIN < peak <= least * MARGIN, (name, least, peak)
 
 
-@pytest.mark.parametrize("side", [64, 256])
+@pytest.mark.parametrize("side", [64, 192])
 def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tmp_path, tiny_weights, side):
     folder = projects.make(tmp_path / "p", tiny_weights, images=4)
     projects.edit(folder, "commit_seconds = 0.0", "commit_seconds = 3600.0")  # a file for every commit

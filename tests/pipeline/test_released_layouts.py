@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -29,8 +29,7 @@ UNREAD = ("vision_tower", "multi_modal_projector")  # parts of dev's text encode
 TABLES = ("latents", "embeddings", "train")
 
 
-@dataclass
-class Source:
+class Source(NamedTuple):
     """torch tensors by component, and the folder in diffusers' layout that they are from."""
 
     family: str
@@ -191,10 +190,11 @@ LAYOUTS: dict[str, Callable[[Source, Path], dict[str, Tensors]]] = {
 
 def results(folder: Path, weights: Path, family: str) -> dict[str, Any]:
     """What weights decide: tables, the adapter and the pixels of the pictures."""
-    projects.make(folder, weights, images=2)
+    projects.make(folder, weights, images=1)
     projects.edit(folder, 'family = "tiny"', f'family = "{family}"')
     projects.edit(folder, "resolutions = [64, 96]", "resolutions = [64]")
     projects.edit(folder, "steps = 6\n", "steps = 2\n")
+    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1\nbase = false")
     projects.build(folder, "images", "captions", "buckets", *TABLES, "samples")
     found: dict[str, Any] = {name: projects.content(folder, name) for name in TABLES}
     adapter = mx.load(str(Project(folder).current("train").folder / "artifacts" / "adapter.safetensors"))

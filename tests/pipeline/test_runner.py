@@ -24,6 +24,8 @@ def test_a_row_that_a_run_writes_twice_is_counted_once(tmp_path, tiny_weights):
 def test_each_stage_with_a_large_model_says_how_much_of_it_is_read(tmp_path, tiny_weights, monkeypatch):
     monkeypatch.setattr(weights, "LARGE", 0)
     folder, said = projects.make(tmp_path / "project", tiny_weights, images=1), {}
+    projects.edit(folder, "steps = 6\nrank", "steps = 2\nrank")
+    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1\nbase = false")
     for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples"):
         console = projects.Silent()
         projects.build(folder, name, console=console)
