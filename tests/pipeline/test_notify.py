@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import socket
@@ -47,10 +48,7 @@ def test_a_command_is_told_how_it_ended_in_one_word_without_control_characters(t
             if error:
                 raise error
 
-    if error:
-        with pytest.raises(type(error)):
-            work()
-    else:
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
         work()
     assert told.read_text() == f"{[said]!r}\n"
 
@@ -85,16 +83,15 @@ def test_a_webhook_gets_the_text_as_json(monkeypatch):
     assert got == [{"project": "cats", "command": "run train", "state": "ended", "text": text, "content": text}]
 
 
-@pytest.mark.parametrize("way", ["/no/such/program", "false", "'", "http://127.0.0.1:1/", "http://[", "hanging", "dripping"])
+HANGING, DRIPPING = "{python} -c 'import time; time.sleep(600)'", "http://127.0.0.1:{port}/"
+
+
+@pytest.mark.parametrize("way", ["/no/such/program", "false", "'", "http://127.0.0.1:1/", "http://[", HANGING, DRIPPING])
 def test_a_way_that_does_not_work_is_one_line_and_neither_delays_nor_fails_the_command(monkeypatch, capsys, way):
     monkeypatch.setattr(notify, "SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        if way == "dripping":
-            threading.Thread(target=drip, args=(server,), daemon=True).start()
-        monkeypatch.setenv(
-            WAY, address if way == "dripping" else f"{sys.executable} -c 'while 1: pass'" if way == "hanging" else way
-        )
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        monkeypatch.setenv(WAY, way.format(python=sys.executable, port=server.getsockname()[1]))
         with notifying("cats", "run train"):
             pass
     said = capsys.readouterr().err
@@ -104,11 +101,8 @@ def test_a_way_that_does_not_work_is_one_line_and_neither_delays_nor_fails_the_c
 
 def drip(server: socket.socket) -> None:
     """An answer whose every byte comes in time, for ever."""
-    connection, _ = server.accept()
-    try:
+    with contextlib.suppress(OSError), server.accept()[0] as connection:
         connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
         while True:
             connection.sendall(b"x")
             time.sleep(0.05)
-    except OSError:
-        connection.close()

@@ -136,19 +136,6 @@ def test_of_a_run_that_was_killed_status_counts_steps_and_its_rows_can_be_querie
     assert "no finished run to score" in projects.latentmill(project, "evaluate", code=2)
 
 
-def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
-    before = {run.recipe: run.rows().num_rows for run in find_runs(Project(project))}
-    slow = find_run(Project(project), "slow").recipe
-    said = projects.latentmill(project, "train", "--only", "--run", "slow", "--set", "train.steps=8")
-    assert "2 steps done, 8 in all" in said
-    after = {run.recipe: run.rows().num_rows for run in find_runs(Project(project))}
-    assert after.pop(slow) > before.pop(slow) and after == before
-    assert find_run(Project(project), "slow").steps.num_rows == 8
-    third = next(run.recipe for run in find_runs(Project(project)) if not run.name)
-    projects.latentmill(project, "train", "--only", "--run", third[:6])
-    assert find_run(Project(project), third).steps.num_rows == 6
-
-
 def test_steps_are_taken_back_only_with_a_word_are_nothing_to_do_and_tell_no_speed(project):
     def newest_previews() -> str:
         return str(home(Site(project)).partition("Newest previews, ")[2].partition("<")[0])
@@ -294,18 +281,7 @@ def test_inputs_as_before_give_the_run_of_before_and_plan_status_home_and_export
     assert next(run.label for run in find_runs(Project(project)) if run.current) == "fast"
 
 
-def test_a_run_whose_data_have_changed_is_not_continued_but_exported_by_name(project, tmp_path):
-    projects.add_image(project, "new.png", seed=9)
-    projects.build(project, *CHAIN)
-    said = projects.latentmill(project, "train", "--only", "--run", "slow", code=2)
-    assert "cannot go on: snapshot" in said
-    files = [tmp_path / f"{name}.safetensors" for name in ("slow", "fast")]
-    for file in files:
-        assert "wrote" in projects.latentmill(project, "export", str(file), "--run", file.stem)
-    assert files[0].read_bytes() != files[1].read_bytes()
-
-
-def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_is_if_there_is_one(project):
+def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_is_and_old_ones_are_exported_by_name(project):
     projects.edit(project, "lr = 0.002", "lr = 0.005")
     projects.add_image(project, "new.png", seed=9)
     projects.build(project, *CHAIN)
@@ -313,6 +289,11 @@ def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_i
     assert len(list(news(opened, "train"))) == 2
     opened.config.sections["train"] = SimpleNamespace()  # of a stage without steps and without an initial adapter
     assert len(list(news(opened, "train"))) == 1
+    assert "cannot go on: snapshot" in projects.latentmill(project, "train", "--only", "--run", "slow", code=2)
+    files = [project / f"{name}.safetensors" for name in ("slow", "fast")]
+    for file in files:
+        assert "wrote" in projects.latentmill(project, "export", str(file), "--run", file.stem)
+    assert files[0].read_bytes() != files[1].read_bytes()
     console = projects.Silent()
     projects.build(project, "train", console=console)
     said = " ".join(console.lines)
@@ -345,7 +326,12 @@ def test_compare_shows_settings_curves_and_pictures_side_by_side(built, tmp_path
         assert picture.width > 3 * 32
 
 
-def test_the_marked_checkpoint_is_the_best_for_every_command_and_stays_marked(project, tmp_path):
+def test_a_marked_checkpoint_is_the_best_for_every_command_and_stays_marked_while_its_run_alone_goes_on_by_name(
+    project, tmp_path
+):
+    def lengths() -> dict[str, int]:
+        return {run.name or run.recipe: run.rows().num_rows for run in find_runs(Project(project))}
+
     lowest = find_run(Project(project), "slow").best_step
     step = next(step for step in (2, 4) if step != lowest)
     assert "marked as the best" in projects.latentmill(project, "best", "slow", "--mark", str(step))
@@ -355,9 +341,15 @@ def test_the_marked_checkpoint_is_the_best_for_every_command_and_stays_marked(pr
     out = tmp_path / "best.safetensors"
     projects.latentmill(project, "export", str(out), "--run", "slow", "--which", "best")
     assert read_file(out)[1]["step"] == str(step)
-    projects.edit(project, "lr = 0.002", "lr = 0.001")
-    projects.latentmill(project, "train", "--only", "--set", "train.steps=7")  # the run goes on
-    assert find_run(Project(project), "slow").marked_step == step
+    before = lengths()
+    said = projects.latentmill(project, "train", "--only", "--run", "slow", "--set", "train.steps=8")
+    assert "2 steps done, 8 in all" in said
+    after = lengths()
+    assert after.pop("slow") > before.pop("slow") and after == before
+    slow, (third,) = find_run(Project(project), "slow"), before.keys() - {"fast"}
+    assert (slow.steps.num_rows, slow.marked_step) == (8, step)
+    projects.latentmill(project, "train", "--only", "--run", third[:6])
+    assert find_run(Project(project), third).steps.num_rows == 6
     assert "held-out loss" in projects.latentmill(project, "best", "slow", "--by", "held-out")
     assert "has no checkpoint of step 3; its checkpoints: " in projects.latentmill(project, "best", "slow", "--mark", "3", code=2)
     assert "held-out loss" in projects.latentmill(project, "best", "slow", "--mark", "0")
@@ -396,15 +388,11 @@ def test_best_goes_by_the_held_out_loss_or_by_scores_if_asked_and_refuses_withou
     said = list(best(Project(built), run, "scores"))
     assert said[0].startswith(f"slow: step {steps[0]}, mean score `style` 0.7")
     assert "held-out loss" in next(best(Project(built), run, "held-out"))
-
-
-@pytest.mark.parametrize("order", [(4, 8), (8, 4)])
-def test_of_equal_scores_the_earliest_checkpoint_is_the_best_for_best_and_for_segments(built, monkeypatch, order):
-    scores = dict.fromkeys(order, 0.7) | {2: 0.1}
-    monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_: scores)
-    run = find_run(Project(built), "slow")
-    assert next(best(Project(built), run, "scores")).startswith("slow: step 4, ")
-    assert since_best(scores) == 1
+    for order in ((4, 8), (8, 4)):
+        scores = dict.fromkeys(order, 0.7) | {2: 0.1}
+        monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_, scores=scores: scores)
+        assert next(best(Project(built), run, "scores")).startswith("slow: step 4, "), "of equal scores the earliest"
+        assert since_best(scores) == 1, "so do segments"
 
 
 def test_a_chosen_run_brings_its_settings_given_overrides_win_and_wrong_names_are_one_line(project):
@@ -421,18 +409,12 @@ def test_a_chosen_run_brings_its_settings_given_overrides_win_and_wrong_names_ar
     assert (opened.config.sections["train"].lr, opened.config.sections["train"].steps) == (0.001, 9)
 
 
-def test_a_run_whose_record_is_damaged_is_listed_as_its_table_knows_it(project):
+def test_a_run_is_listed_though_its_record_is_damaged_and_is_the_present_one_only_with_its_inputs(project, tmp_path):
     run = find_run(Project(project), "slow")
     (run.table.folder / "run.json").write_text("{")
     found = find_run(Project(project), run.recipe)
     assert found.settings["train.lr"] == 0.001 and found.steps.num_rows == 6
-
-
-def test_tables_that_are_no_runs_are_not_listed(tmp_path):
-    assert [run.recipe for run in find_runs(tables.make(tmp_path))] == [tables.RECIPE]
-
-
-def test_without_the_inputs_of_the_present_settings_no_run_is_called_the_present_one(project):
     shutil.rmtree(project / "tables" / "embeddings")
     assert [run.current for run in find_runs(Project(project))] == [False] * 3
     assert " *" not in list_runs(Project(project))
+    assert [run.recipe for run in find_runs(tables.make(tmp_path))] == [tables.RECIPE], "other tables are no runs"
