@@ -43,7 +43,7 @@ CHAIN = ("images", "captions", "buckets", "latents", "embeddings")
 def built(tmp_path_factory, tiny_weights) -> Path:
     """The finished runs `slow` and `fast`, which differ in train.lr and have previews, and a third of 2 of 6 steps."""
     folder = projects.make(tmp_path_factory.mktemp("runs") / "project", tiny_weights, images=4)
-    projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.25\nevery = 2\n\n[train]\nlr = 0.001\n")
+    projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.25\nevery = 2\nsigmas = [0.5]\n\n[train]\nlr = 0.001\n")
     projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1")
     projects.build(folder, *CHAIN, "train", "samples")
     rename(Project(folder), find_runs(Project(folder))[0], "slow")

@@ -31,7 +31,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("ready") / "cats", tiny_weights, images=4)
-    projects.edit(folder, "\n[samples]", "\n[train.validation]\nevery = 2\n\n[samples]")
+    projects.edit(folder, "\n[samples]", "\n[train.validation]\nevery = 2\nsigmas = [0.3, 0.7]\n\n[samples]")
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
     return folder
 

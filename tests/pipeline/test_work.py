@@ -98,20 +98,6 @@ def elsewhere() -> Iterator[Callable[[list[WorkUnit]], list[list[Item]]]]:
     process.communicate()
 
 
-class Store:
-    """Where packed bytes lie: `put` returns a number, `get` the bytes."""
-
-    def __init__(self) -> None:
-        self.held: list[bytes] = []
-
-    def put(self, content: bytes) -> int:
-        self.held.append(content)
-        return len(self.held) - 1
-
-    def get(self, reference: int) -> bytes:
-        return self.held[reference]
-
-
 def artifacts(folder: Path, name: str) -> dict[str, bytes]:
     root = Project(folder).current(name).folder / "artifacts"
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
@@ -135,14 +121,14 @@ def test_units_computed_in_another_process_or_from_shipped_files_alone_give_the_
     if pipeline.families:
         shutil.copytree(Project(folder).config.project.weights, weights)
         projects.edit(folder, str(Project(folder).config.project.weights), "../weights")
-    project, store = Project(folder), Store()
-    stage, inputs, packer = project.stage(name), project.inputs(name), Packer(store.put)
+    project = Project(folder)
+    stage, inputs, packer = project.stage(name), project.inputs(name), Packer(bytes)  # a reference to bytes: they themselves
     units, results, lasting, own = list[WorkUnit](), list[list[Item]](), list[Any](), list[list[Any]]()
 
     def compute(run: Run[Any]) -> Iterator[Item]:
         units.extend(divide(project.pipeline.stages[name], stage, run, inputs, ROWS))
-        lasting.extend(lasting_files(stage, project.pipeline.resources, [each.folder for each in inputs.values()], run))
-        lasting[:] = Packer(store.put).pack(lasting)
+        needed = lasting_files(stage, project.pipeline.resources, [each.folder for each in inputs.values()], run)
+        lasting.extend(Packer(bytes).pack(needed))
         for unit in units:
             of_unit = dataclasses.replace(run, output=dataclasses.replace(run.output, pending=unit.pending))
             own.append(packer.pack(stage.opens(of_unit)) if stage.opens else [])
@@ -162,7 +148,7 @@ def test_units_computed_in_another_process_or_from_shipped_files_alone_give_the_
         shutil.rmtree(hidden, ignore_errors=True)
     mirror, shipped = Mirror(tmp_path / "worker"), []
     for unit, files in zip(units, own, strict=True):
-        mirror.unpack([*lasting, *files], store.get)
+        mirror.unpack([*lasting, *files], bytes)
         shipped.append(list(perform(mirror.unit(unit))))
     assert plain(shipped) == plain(results) and plain(results)
     mirror.remove()
@@ -193,23 +179,19 @@ def test_what_is_stored_already_is_in_no_unit(finished, elsewhere, tmp_path):
 def test_a_file_of_two_units_is_read_once_and_removed_when_no_unit_needs_it(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(name * 5)
-    store, mirror = Store(), Mirror(tmp_path / "worker")
-    packer = Packer(store.put)
+    held, mirror = list[bytes](), Mirror(tmp_path / "worker")
+    packer = Packer(lambda content: held.append(content) or len(held) - 1)
     for names, packed in (("ab", 2), ("bc", 3), ("a", 4)):
         files = packer.pack([*(tmp_path / name for name in names), tmp_path / "missing"])
-        assert len(store.held) == packed
-        mirror.unpack(files, store.get)
+        assert len(held) == packed
+        mirror.unpack(files, held.__getitem__)
         present = [path for path in mirror.folder.rglob("*") if path.is_file()]
         assert sorted(path.read_text() for path in present) == [name * 5 for name in names]
     (tmp_path / "a").write_text("changed")
-    mirror.unpack(packer.pack([tmp_path / "a"]), store.get)
+    mirror.unpack(packer.pack([tmp_path / "a"]), held.__getitem__)
     assert mirror.place(tmp_path / "a").read_text() == "changed"
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match="folder cannot be read for the workers: Is a directory"):
-        Packer(Store().put).pack([tmp_path / "folder"])
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read for the workers: Is a directory"):
+        packer.pack([tmp_path])
 
 
 def test_only_settings_that_are_declared_as_paths_become_paths_of_the_worker(tmp_path: Path) -> None:
