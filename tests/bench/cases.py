@@ -7,19 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # attention without cuDNN's fused kernel, as Metal trains
 TORCH_PLANS = ("eager", "eager+checkpoint", "compiled", "compiled+checkpoint")
-KINDS = (
-    "train",
-    "autoencoder",
-    "text_encoder",
-    "loader",
-    "draw",
-    "preview",
-    "decode",
-    "checksums",
-    "commit",
-    "workers",
-    "exactness",
-)
+KINDS = ("train", "autoencoder", "text_encoder", "loader", "draw", "preview", "decode", "checksums", "commit", "workers")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measure all GPU cases in one command, on a machine with CUDA: tests/bench/gpu.sh [FOLDER] [OPTION...]
 # FOLDER (default: build) gets bench.jsonl, one row per case, and bench.md, the page. The OPTIONs are those of
-# `python -m tests.bench.measure`; the default is --gpu, which is --comparison and --large. The variable PYTHON names the
+# `python -m tests.bench.measure`; the default is --gpu. The variable PYTHON names the
 # interpreter; LATENTMILL_COMMIT names the commit, where git cannot say it.
 export PYTHONUNBUFFERED=1
 cd "$(dirname "$0")/../.." || exit 1

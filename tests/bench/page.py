@@ -1,16 +1,16 @@
 """The rows of the benchmark as a Markdown page: `python -m tests.bench.measure --table data/measurements/bench.jsonl`.
 
-The page has a table that compares one family with PyTorch, a table of training steps per family, one for encoding and
-reading, and the sections of `tests.bench.costs`.
+The page has a table that compares one family with PyTorch, a table of training steps per family, one of its stages, and one each
+for encoding and reading, for checksums, and for PyTorch on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stages.tuner.blockwise.device import BUFFER_MB, BUFFER_VARIABLE
-from tests.bench.costs import KINDS, cost_sections, of_strips
+from tests.bench.cases import KINDS
 from tests.bench.labels import Row, configuration, identity, name, number, origin, size
 from tests.bench.suites import COMPARED
 
@@ -26,7 +26,7 @@ and about as much memory; a 4-bit base halves the memory. The first table has bo
 
 Generated from bench.jsonl by `python -m tests.bench.measure --table data/measurements/bench.jsonl`. `tests/bench/gpu.sh`
 measures all of it on a CUDA machine; `make bench` measures a few small cases on any machine, and
-`python -m tests.bench.measure --case` any other.
+`python -m tests.bench.measure --case` any other. [costs.md](experiments/costs.md) has what saving memory costs.
 On CUDA every run starts without compiled kernels, so the first step of its first case includes their compilation.
 """
 COMPARISON = """\
@@ -47,9 +47,26 @@ plan's estimate, and on CUDA {BUFFER_VARIABLE}={BUFFER_MB} limits the work in fl
 """
 
 
+CHECKSUMS = """\
+A training step needs a latent and a caption, here of 512 tokens, whose checksums are computed when they are read; `make bench`
+measures this. CPU milliseconds for one sample, medians: reading from mapped files into MLX, without and with checksums, in turns;
+what the checksums add; the checksums alone, of values in memory and in no cache. The data loader reads in a background thread
+while the device computes. So a step waits only for what that thread has not finished: the milliseconds waited, without and with
+checksums, while the work of a step takes as long as named. Shares are those of the wait with checksums, and of the CPU time that
+they add in the background, of the shortest training step of this family and size in this file, one image per step, by any memory
+plan. The last columns say where each was measured.
+"""
+CPU = """\
+`python -m tests.bench.cpu`: a training step of the LoRA, float32, equal shapes, targets and optimizer. PyTorch runs diffusers'
+transformer with peft. The two are processes that take steps in turns, so other work on the machine slows both. Each number is
+ours / PyTorch's = ratio. Seconds: the median of 20 steps. CPU seconds: the least. GB: the largest memory of the process.
+"""
+
+
 def page(rows: list[Row]) -> Iterator[str]:
-    """If several rows have the same configuration, the last is shown."""
-    good = [row for row in rows if "error" not in row]
+    """If several rows have the same configuration, the last is shown. Kinds that no benchmark measures any more are left out."""
+    known, cpu = [row for row in rows if row["kind"] in KINDS], [row for row in rows if row["kind"] == "cpu"]
+    good = [row for row in known if "error" not in row]
     training = [row for row in good if row["kind"] == "train"]
     yield from INTRODUCTION.splitlines()
     yield ""
@@ -59,12 +76,21 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from training_table(family, [row for row in training if row["family"] == family])
     for family, ours in counted(good).items():
         yield from stages_table(family, ours, good)
-    yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and not of_strips(row)])
-    yield from cost_sections(good)
-    yield from failures([row for row in rows if row["kind"] not in KINDS])
+    yield from encoding_table([row for row in good if row["kind"] not in ("train", "checksums")])
+    yield from checksums_table(good, training)
+    newest = {(row["threads"], row["batch"], row["pixels"]): row for row in cpu}
+    yield from section("Beside PyTorch on a CPU", CPU, "| | seconds | CPU seconds | GB | where |", map(cpu_line, newest.values()))
+    yield from failures(known)
     yield "Machines, versions and commits:"
     yield ""
-    yield from (f"- {where}" for where in sorted({origin(row) for row in good}))
+    yield from (f"- {where}" for where in sorted({origin(row) for row in [*good, *cpu]}))
+
+
+def section(title: str, text: str, head: str, lines: Iterable[str]) -> Iterator[str]:
+    """A heading, a text and a table; nothing if the table has no lines."""
+    if found := list(lines):
+        yield from (f"## {title}", "", *text.splitlines(), *([""] if text else []))
+        yield from (head, "|" + "---|" * (head.count("|") - 1), *found, "")
 
 
 def comparison_runs(training: list[Row]) -> list[list[Row]]:
@@ -74,22 +100,16 @@ def comparison_runs(training: list[Row]) -> list[list[Row]]:
 
 
 def comparison_table(run: list[Row]) -> Iterator[str]:
-    found = {(size(row), configuration(row)): row for row in run}
-    yield f"## Comparison: {run[0]['family']}, one run"
-    yield ""
-    yield f"{origin(run[0])}."
-    yield from COMPARISON.splitlines()
-    yield ""
-    yield "| | | s | GB | first | to PyTorch | to plain | to 16 bits | per token |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    found, lines = {(size(row), configuration(row)): row for row in run}, []
     for row in found.values():
         peers = [(size(row), PYTORCH.get(row["width"], ""))]
         peers += [(size(row), configuration(row | PLAIN) if row["backend"] == "mlx" else "")]
         peers += [(size(row), configuration(row | {"bits": 16}) if row["bits"] < 16 else "")]
         numbers = [f"{row['s']:.3f}", f"{row['peak_gb']:.1f}", number(row.get("first_s"), ".1f")]
         cells = [*numbers, *(ratio(row, found.get(peer)) for peer in peers), per_token(row, run)]
-        yield f"| {size(row)} | {configuration(row)} | " + " | ".join(cells) + " |"
-    yield ""
+        lines.append(f"| {size(row)} | {configuration(row)} | " + " | ".join(cells) + " |")
+    head = "| | | s | GB | first | to PyTorch | to plain | to 16 bits | per token |"
+    yield from section(f"Comparison: {run[0]['family']}, one run", f"{origin(run[0])}.\n{COMPARISON}", head, lines)
 
 
 def counted(rows: list[Row]) -> dict[str, list[Row]]:
@@ -101,14 +121,7 @@ def counted(rows: list[Row]) -> dict[str, list[Row]]:
 def stages_table(family: str, ours: list[Row], rows: list[Row]) -> Iterator[str]:
     """Yield the section of one family's stages, with the driver's peaks, and PyTorch of the same run beside."""
     theirs = [row for row in rows if row.get("backend") == "torch" and row.get("run")]
-    torch = {(row["run"], row["kind"], row["plan"], *stage_shape(row)): row for row in theirs}
-    yield f"## Every stage of {family}"
-    yield ""
-    yield f"{', '.join(sorted({origin(row) for row in ours}))}."
-    yield from STAGES.splitlines()
-    yield ""
-    yield "| | | s | arrays | driver | announced | to driver | PyTorch, s | ratio | PyTorch, driver |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    torch, lines = {(row["run"], row["kind"], row["plan"], *stage_shape(row)): row for row in theirs}, []
     for row in sorted(ours, key=lambda row: (ORDER.index(row["kind"]), -row["width"])):
         kind, plan = row["kind"], "compiled+checkpoint" if row["plan"] == "blocks" and row["kind"] == "train" else "compiled"
         keys = ((row["run"], kind, each, *stage_shape(row)) for each in (plan, "eager"))
@@ -117,8 +130,10 @@ def stages_table(family: str, ours: list[Row], rows: list[Row]) -> Iterator[str]
         cells = [f"{row['s']:.3f}", *(f"{each:.2f}" for each in sizes)]
         cells += [f"{peer['s']:.3f}", f"{row['s'] / peer['s']:.2f}", f"{peer['footprint_gb']:.2f}"] if peer else [""] * 3
         what = f"train, {name(row)}" if kind == "train" else name(row)
-        yield f"| {stage_size(row)} | {what.replace(', memory-limited', '')} | {' | '.join(cells)} |"
-    yield ""
+        lines.append(f"| {stage_size(row)} | {what.replace(', memory-limited', '')} | {' | '.join(cells)} |")
+    text = f"{', '.join(sorted({origin(row) for row in ours}))}.\n{STAGES}"
+    head = "| | | s | arrays | driver | announced | to driver | PyTorch, s | ratio | PyTorch, driver |"
+    yield from section(f"Every stage of {family}", text, head, lines)
 
 
 def stage_shape(row: Row) -> tuple[Any, ...]:
@@ -151,30 +166,48 @@ def training_table(family: str, rows: list[Row]) -> Iterator[str]:
     """A line per configuration, a column per size, "seconds / GB"."""
     sizes = sorted({(row["width"] * row["height"], size(row)) for row in rows})
     cells = {(configuration(row), size(row)): f"{row['s']:.3f} / {row['peak_gb']:.1f}" for row in rows}
-    yield f"## Training {family}: seconds per step / GB at the peak"
-    yield ""
-    yield from TRAINING.splitlines()
-    yield ""
-    yield "| | " + " | ".join(label for _, label in sizes) + " |"
-    yield "|---|" + "---|" * len(sizes)
-    for label in dict.fromkeys(configuration(row) for row in rows):
-        yield f"| {label} | " + " | ".join(cells.get((label, each), "") for _, each in sizes) + " |"
-    yield ""
+    lines = (
+        f"| {label} | " + " | ".join(cells.get((label, each), "") for _, each in sizes) + " |"
+        for label in dict.fromkeys(configuration(row) for row in rows)
+    )
+    head = f"| | {' | '.join(label for _, label in sizes)} |"
+    yield from section(f"Training {family}: seconds per step / GB at the peak", TRAINING, head, lines)
 
 
 def encoding_table(rows: list[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield "## Encoding and reading"
-    yield ""
-    yield "| | s | GB | first s |"
-    yield "|---|---|---|---|"
+    lines = []
     for row in {identity(row): row for row in rows}.values():
         numbers = [number(row.get(column), ".3g") for column in ("s", "peak_gb", "first_s")]
         kind, *dtype = name(row).split(", ")
         words = [kind, row["family"], *([] if row["kind"] == "text_encoder" else [size(row)]), *dtype]
-        yield f"| {', '.join(words)} | " + " | ".join(numbers) + " |"
-    yield ""
+        lines.append(f"| {', '.join(words)} | " + " | ".join(numbers) + " |")
+    yield from section("Encoding and reading", "", "| | s | GB | first s |", lines)
+
+
+def checksums_table(rows: list[Row], training: list[Row]) -> Iterator[str]:
+    """A line for each family and size with a row and a training step to compare with."""
+    newest = {(row["family"], size(row)): row for row in rows if row["kind"] == "checksums"}
+    steps = [row for row in training if row["backend"] == "mlx" and row.get("ranks", 1) == 1]
+    pairs = [(row, [step for step in steps if (step["family"], size(step)) == key]) for key, row in newest.items()]
+    lines = [checksums_line(row, min(found, key=lambda step: float(step["s"]))) for row, found in pairs if found]
+    head = "| | MB | read without | with | added | alone | waited without | with | work | step, ms | waited | added |"
+    yield from section("Checksums beside a training step", CHECKSUMS, f"{head} checksums where | step where |", lines)
+
+
+def checksums_line(row: Row, step: Row) -> str:
+    keys = ("unchecked_s", "checked_s", "s", "alone_s", "waited_unchecked_s", "waited_s")
+    cells = [f"{row['family']}, {size(row)}", f"{row['sample_bytes'] / 1e6:.2f}", *(f"{1e3 * row[key]:.3f}" for key in keys)]
+    cells += [f"{1e3 * row['step_s']:.0f}", f"{1e3 * step['s']:.1f}, {configuration(step)}"]
+    cells += [f"{row[key] / step['s']:.2%}" for key in ("waited_s", "s")]
+    return f"| {' | '.join(cells)} | {origin(row)} | {origin(step)} |"
+
+
+def cpu_line(row: Row) -> str:
+    what = f"{row['family']}, {row['pixels']} px, batch {row['batch']}, threads: {row['threads']}"
+    pairs = (
+        f"{row[f'mlx_{key}']:.3f} / {row[f'torch_{key}']:.3f} = {row[f'{key}_ratio']:.2f}" for key in ("s", "cpu_s", "peak_gb")
+    )
+    return f"| {what} | {' | '.join(pairs)} | {origin(row)} |"
 
 
 def failures(rows: list[Row]) -> Iterator[str]:

@@ -10,11 +10,8 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +21,75 @@ import numpy as np
 import stages  # noqa: F401  (before mlx.core)
 from stages.footprint import peak_resident
 from tests.bench.environment import describe
-from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
-from tests.bench.retriever_page import page
+from tests.bench.isolate import run_isolated
+from tests.bench.labels import Row, origin
+from tests.bench.page import section
+from tests.bench.run import time_steps
+
+SIZES = {
+    "base": {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
+    "micro": {"vocab_size": 8192, "d_model": 256, "d_kv": 32, "d_ff": 768, "num_layers": 6, "num_heads": 8},
+    "tiny": {"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+}
+DIMENSIONS, TARGETS = 128, ("q", "k", "v", "o")
+TORCH_PLANS = ("eager", "compiled", "transformers", "transformers-compiled")
+LIMITS_GB = {"train": 7.5, "encode": 1.5}  # of MLX at base size and 64 pairs: below the memory of compiled PyTorch in training
+LIMIT_S = 150  # a case that takes longer is a row with an error, and the next begins
+INTRODUCTION = """\
+# Benchmark of the retriever
+
+On one H200, training and encoding are faster than with PyTorch, compiled; on one thread of a CPU they are slower. The tables
+say by how much, and what a limit of memory costs.
+
+Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table data/measurements/bench-retriever.jsonl`.
+`python -m tests.bench.retriever` measures. Weights and token ids are random and every token is real. PyTorch "transformers" is
+`T5EncoderModel` with the same LoRA. Seconds are medians. Encoding is of documents alone. A limit is the memory at which MLX
+starts no further operation until an earlier one has ended. On a CPU, the peak is of the whole process.
+"""
 
 
-def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
-    """`count` + 3 calls: seconds of the first, and the median and least of the last `count`."""
-    seconds = []
-    for _ in range(count + 3):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return {"first_s": seconds[0], "s": statistics.median(seconds[3:]), "least_s": min(seconds[3:])}
+@dataclass(frozen=True)
+class RetrieverCase:
+    """One configuration to measure. `kind` is "train" or "encode". `plan` is "whole" or "blocks" for MLX, or one of
+    `TORCH_PLANS`. `micro_batch` is the number of pairs that are computed at once, 0 for all; below `batch` it is GradCache.
+    """
+
+    kind: str = "train"
+    backend: str = "mlx"
+    plan: str = "whole"
+    size: str = "base"
+    batch: int = 64
+    micro_batch: int = 0
+    query: int = 32
+    document: int = 256
+    rank: int = 16
+    dtype: str = "bfloat16"
+    steps: int = 20
+    memory_gb: float = 0.0  # MLX starts no further operation while this much is in use; 0: no limit
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**SIZES[self.size], "feed_forward_proj": "gated-gelu"}
+
+    def ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Without padding."""
+        rng = np.random.default_rng(0)
+        most = self.config["vocab_size"]
+        return tuple(rng.integers(2, most, (self.batch, n)).astype(np.int32) for n in (self.query, self.document))  # type: ignore[return-value]
+
+
+def comparison(size: str, batch: int, dtype: str, torch_plans: tuple[str, ...]) -> Iterator[RetrieverCase]:
+    """Yield the cases of one comparison: MLX and PyTorch in turn, training and encoding."""
+    common = RetrieverCase(size=size, batch=batch, dtype=dtype)
+    yield replace(common, memory_gb=LIMITS_GB["train"])
+    yield from (replace(common, backend="torch", plan=plan) for plan in torch_plans)
+    yield replace(common, kind="encode", memory_gb=LIMITS_GB["encode"])
+    yield from (replace(common, kind="encode", backend="torch", plan=plan) for plan in torch_plans)
+    yield common
+    yield replace(common, kind="encode")
+    yield replace(common, plan="blocks")
+    yield replace(common, micro_batch=batch // 4)
+    yield replace(common, batch=4 * batch, micro_batch=batch // 2, steps=5)
 
 
 def measure_mlx(case: RetrieverCase) -> dict[str, float]:
@@ -75,7 +129,7 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
             raise ValueError("the gradient is not finite")
 
     mx.reset_peak_memory()
-    times = time_calls((lambda: encoder(ids=[ids], real=[real])) if case.kind == "encode" else step, case.steps)
+    times = time_steps((lambda: encoder(ids=[ids], real=[real])) if case.kind == "encode" else step, case.steps)
     return times | {"peak_gb": mx.get_peak_memory() / 1e9} | ({"loss": losses[-1]} if losses else {})
 
 
@@ -93,7 +147,7 @@ def run(case: RetrieverCase) -> dict[str, Any]:
     if case.backend == "torch":
         from tests.bench.retriever_torch import DEVICE, measure_torch
 
-        gpu, measured = DEVICE == "cuda", measure_torch(case, time_calls)
+        gpu, measured = DEVICE == "cuda", measure_torch(case, time_steps)
     else:
         import mlx.core as mx
 
@@ -101,6 +155,27 @@ def run(case: RetrieverCase) -> dict[str, Any]:
     if not gpu:  # PyTorch does not count its memory there
         measured |= {"peak_gb": peak_resident() / 1e9, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
     return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend)
+
+
+def page(rows: list[Row]) -> Iterator[str]:
+    good = [row for row in rows if "error" not in row]
+    yield from (*INTRODUCTION.splitlines(), "")
+    for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in good):
+        some = [row for row in good if (row["size"], row["dtype"]) == (size, dtype)]
+        title = f"T5 {size}, {dtype}, {some[0]['query']} and {some[0]['document']} tokens, rank {some[0]['rank']}"
+        yield from section(title, "", "| | pairs | limit, GB | samples/s | seconds | peak GB |", map(line, some))
+    yield from ("Machines and versions:", "", *(f"- {where}" for where in sorted({origin(row) for row in good})))
+
+
+def line(row: Row) -> str:
+    words = [row["kind"], "MLX" if row["backend"] == "mlx" else "PyTorch", row["plan"]]
+    words += [f"micro-batch {row['micro_batch']}"] if row["micro_batch"] else []
+    words += ["without cuDNN's attention"] if row.get("unfused") else []
+    words += [f"threads: {row['threads']}"] if row.get("threads") else []
+    limit = f"{row['memory_gb']:g}" if row["memory_gb"] else ""
+    peak = f"{row['peak_gb']:.2f}" if row.get("peak_gb") else ""
+    rate = f"{row['samples_per_s']:.{0 if row['samples_per_s'] >= 100 else 1}f}"
+    return f"| {', '.join(words)} | {row['batch']} | {limit} | {rate} | {row['s']:.4f} | {peak} |"
 
 
 @click.command()
@@ -122,25 +197,12 @@ def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None,
     plans = TORCH_PLANS if importlib.util.find_spec("torch") else ()
     out.parent.mkdir(parents=True, exist_ok=True)
     for case in comparison(size, batch, dtype, plans):
-        row = isolated(replace(case, steps=steps) if steps else case)
+        row = run_isolated(replace(case, steps=steps) if steps else case, LIMIT_S, module=("tests.bench.retriever", "--case"))
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         name = f"{row['kind']:7} {row['backend']:6} {row['plan']:22} B{row['batch']:<4} micro {row['micro_batch']:<4}"
         found = row.get("error") or f"{row['samples_per_s']:9.1f} samples/s  {row.get('peak_gb', 0):7.2f} GB"
         click.echo(f"{name} {found}")
-
-
-def isolated(case: RetrieverCase) -> dict[str, Any]:
-    """Measure a case in a process of its own. A failure gives a row with the last line of the error."""
-    command = [sys.executable, "-m", "tests.bench.retriever", "--case", json.dumps(asdict(case))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return asdict(case) | {"error": f"took longer than {LIMIT_S} s"}
-    if done.returncode:
-        return asdict(case) | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ LoRA on its Linears. Import this module only where PyTorch is installed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,29 +14,23 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from stages.models.t5.model import buckets
+from tests.bench.torch_reference import LoraLinear, TimeSteps
 
 if TYPE_CHECKING:
-    from tests.bench.retriever_cases import RetrieverCase
+    from tests.bench.retriever import RetrieverCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIMENSIONS, TEMPERATURE, ALPHA = 128, 0.05, 32.0
 
 
-class LoraLinear(nn.Module):
-    """A frozen Linear with a LoRA in float32, cast to the dtype of the input."""
-
-    def __init__(self, outputs: int, inputs: int, rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5, requires_grad=False)
-        self.down = nn.Parameter(torch.randn(rank, inputs, device=DEVICE) / inputs**0.5) if rank else None
-        self.up = nn.Parameter(torch.zeros(outputs, rank, device=DEVICE)) if rank else None
-        self.scale = ALPHA / max(rank, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x @ self.weight.T
-        if self.down is None or self.up is None:
-            return y
-        return y + self.scale * ((x @ self.down.to(x.dtype).T) @ self.up.to(x.dtype).T)
+def linear(outputs: int, inputs: int, rank: int, dtype: torch.dtype) -> LoraLinear | nn.Linear:
+    """Frozen, with a LoRA unless the rank is 0."""
+    weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5
+    if rank:
+        return LoraLinear(weight, rank, ALPHA / rank)
+    found = nn.Linear(inputs, outputs, bias=False, device="meta")
+    found.weight = nn.Parameter(weight, requires_grad=False)
+    return found
 
 
 class Layer(nn.Module):
@@ -46,10 +39,10 @@ class Layer(nn.Module):
         c = case.config
         inner, width, hidden = c["num_heads"] * c["d_kv"], c["d_model"], c["d_ff"]
         self.heads = c["num_heads"]
-        self.q, self.k, self.v = (LoraLinear(inner, width, case.rank, dtype) for _ in range(3))
-        self.o = LoraLinear(width, inner, case.rank, dtype)
-        self.wi_0, self.wi_1 = (LoraLinear(hidden, width, 0, dtype) for _ in range(2))
-        self.wo = LoraLinear(width, hidden, 0, dtype)
+        self.q, self.k, self.v = (linear(inner, width, case.rank, dtype) for _ in range(3))
+        self.o = linear(width, inner, case.rank, dtype)
+        self.wi_0, self.wi_1 = (linear(hidden, width, 0, dtype) for _ in range(2))
+        self.wo = linear(width, hidden, 0, dtype)
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width, device=DEVICE, dtype=dtype), False) for _ in range(2))
 
     def forward(self, h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -90,13 +83,12 @@ def transformers_encoder(case: RetrieverCase, dtype: torch.dtype) -> nn.Module:
     for block in model.encoder.block:
         attention = block.layer[0].SelfAttention
         for name in "qkvo":
-            outputs, inputs = getattr(attention, name).weight.shape
-            setattr(attention, name, LoraLinear(outputs, inputs, case.rank, dtype))
+            setattr(attention, name, LoraLinear(getattr(attention, name).weight, case.rank, ALPHA / case.rank))
     found: nn.Module = model
     return found
 
 
-def measure_torch(case: RetrieverCase, time_calls: Callable[[Callable[[], Any], int], dict[str, float]]) -> dict[str, float]:
+def measure_torch(case: RetrieverCase, time_steps: TimeSteps) -> dict[str, float]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, case.dtype)
@@ -133,5 +125,5 @@ def measure_torch(case: RetrieverCase, time_calls: Callable[[Callable[[], Any], 
 
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = time_calls(encode_only if case.kind == "encode" else step, case.steps)
+    times = time_steps(encode_only if case.kind == "encode" else step, case.steps)
     return times | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if DEVICE == "cuda" else {})

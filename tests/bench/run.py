@@ -22,6 +22,7 @@ from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
 
 if TYPE_CHECKING:
+    from stages.memory import Memory
     from stages.models.family import Family
     from stages.text_to_image.train.batches import MicroBatch
     from stages.text_to_image.train.config import TrainConfig
@@ -102,6 +103,15 @@ def measure_training(case: Case) -> dict[str, Any]:
     return times | about | {name: size / 1e9 for name, size in sizes.items()}
 
 
+def sizes_beside(memory: Memory) -> dict[str, float]:
+    """What MLX counted since its peak was reset, in GB, beside what was estimated."""
+    import mlx.core as mx
+
+    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory()}
+    sizes |= {"estimated_gb": memory.peak, "announced_gb": memory.footprint}
+    return {name: size / 1e9 for name, size in sizes.items()}
+
+
 def measure_encoder(case: Case) -> dict[str, Any]:
     """One image by the autoencoder, or one caption."""
     import mlx.core as mx
@@ -145,9 +155,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     mx.reset_peak_memory()
     with live_memory_limit(memory.live if case.memory_limited else None):
         times = time_steps(encoder.step, case.steps)
-    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
-    sizes["announced_gb"] = memory.footprint
-    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb} | strips
+    return times | sizes_beside(memory) | {"held_gb": weights_gb} | strips
 
 
 def measure_drawing(case: Case) -> dict[str, Any]:
@@ -177,9 +185,7 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     mx.clear_cache()
     mx.reset_peak_memory()
     times = time_steps(lambda: predict(**inputs), case.steps)
-    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
-    sizes["announced_gb"] = memory.footprint
-    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": mx.get_active_memory() / 1e9}
+    return times | sizes_beside(memory) | {"held_gb": mx.get_active_memory() / 1e9}
 
 
 def measure_preview(case: Case) -> dict[str, Any]:
@@ -216,42 +222,24 @@ def measure_preview(case: Case) -> dict[str, Any]:
     return time_steps(draw, case.steps) | {"peak_gb": mx.get_peak_memory() / 1e9}
 
 
-def measure_exactness(case: Case) -> dict[str, Any]:
-    from tests.bench.differences import exactness
-
-    return exactness(case.width, case.family)
-
-
-def measure_loader(case: Case) -> dict[str, Any]:
+def measure_rows(case: Case) -> dict[str, Any]:
+    """Reading an epoch of the case's samples, or the time that checksums add to reading one for a training step."""
     from stages.text_to_image.families import family
-    from tests.bench.reading import read_epoch
+    from tests.bench.reading import check_samples, read_epoch
 
     record = family(case.family)
     features = record.architecture.transformer_config(None, record).text_features
-    return read_epoch(24 * case.steps, case.width, record.text_tokens, features)
-
-
-def measure_checksums(case: Case) -> dict[str, Any]:
-    """Time that checksums add to reading one sample of the case for a training step."""
-    from stages.text_to_image.families import family
-    from tests.bench.reading import check_samples
-
-    record = family(case.family)
-    features = record.architecture.transformer_config(None, record).text_features
+    if case.kind == "loader":
+        return read_epoch(24 * case.steps, case.width, record.text_tokens, features)
     return check_samples(4 * case.steps, case.width, record.text_tokens, features)
 
 
-def measure_commit(case: Case) -> dict[str, Any]:
-    """Rows and megabytes per second that one process commits: latents of the case's size, 64 rows for each step."""
-    from tests.bench.cluster import measure_commits
+def measure_cluster(case: Case) -> dict[str, Any]:
+    """Committing latents of the case's size, 64 rows a step; or units of 0.1 s that use no CPU on Ray workers, 20 a step."""
+    from tests.bench.cluster import measure_commits, measure_workers
 
-    return measure_commits(64 * case.steps, case.width)
-
-
-def measure_waiting(case: Case) -> dict[str, Any]:
-    """Overhead of a unit on Ray workers: 20 units of 0.1 s, which use no CPU, for each step of the case."""
-    from tests.bench.cluster import measure_workers
-
+    if case.kind == "commit":
+        return measure_commits(64 * case.steps, case.width)
     return measure_workers(case.workers, 20 * case.steps, 0.1)
 
 
@@ -262,18 +250,12 @@ def run(case: Case) -> dict[str, Any]:
     if case.backend == "torch" and case.kind == "train" and case.plan not in TORCH_PLANS:
         raise ValueError(f"plan must be one of {', '.join(TORCH_PLANS)} for PyTorch, got {case.plan!r}")
     if case.backend == "torch":
-        from tests.bench.torch_stages import measure_torch_stage
-        from tests.bench.torch_steps import measure_torch
+        from tests.bench.torch_reference import measure_torch
 
-        measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
+        measured = measure_torch(case, time_steps)
     else:
-        kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
-        kinds |= {
-            "commit": measure_commit,
-            "workers": measure_waiting,
-            "exactness": measure_exactness,
-            "preview": measure_preview,
-        }
+        kinds = {"train": measure_training, "loader": measure_rows, "checksums": measure_rows, "draw": measure_drawing}
+        kinds |= {"commit": measure_cluster, "workers": measure_cluster, "preview": measure_preview}
         measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | machine_memory() | describe(case.backend)
 

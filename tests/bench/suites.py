@@ -1,4 +1,4 @@
-"""The lists of cases that one command measures."""
+"""The lists of cases that one command measures; it leaves PyTorch's out where PyTorch is not installed."""
 
 from __future__ import annotations
 
@@ -28,36 +28,6 @@ def quick() -> Iterator[Case]:
         yield from (Case("tiny", kind="workers", workers=count, steps=6 * count) for count in (1, 3))
 
 
-def training(family: str) -> Iterator[Case]:
-    """Training steps of one family by plan, bits and resolution, and the same in PyTorch if it is installed."""
-    for px in (512, 768, 1024):
-        yield Case(family, px, px, "plain")
-        yield Case(family, px, px, "whole", memory_limited=True)
-        yield from (Case(family, px, px, "blocks", bits, memory_limited=True) for bits in (16, 8, 4))
-    yield Case(family, plan="12", memory_limited=True)
-    yield Case(family, height=1008, memory_limited=True)  # 4544 tokens: no multiple of 128
-    yield Case(family, 512, 528, plan="whole", memory_limited=True)
-    yield Case(family, unfused=True, memory_limited=True)
-    for px in (512, 1024):
-        yield from pytorch(family, px)
-
-
-def stages_beside_training(family: str = "klein-base-4b") -> Iterator[Case]:
-    """Drawing, encoding, decoding and captions of one family at 512 and 1024 px, at 16 and 4 bits, and beside them PyTorch."""
-    for px in (1024, 512):
-        yield from (Case(family, px, px, bits=bits, kind="draw", memory_limited=True) for bits in (16, 4))
-        for kind in ("autoencoder", "decode"):
-            yield Case(family, px, px, kind=kind, dtype="float32", memory_limited=True)
-    yield from (Case(family, bits=bits, kind="text_encoder", memory_limited=True) for bits in (16, 4))
-    if importlib.util.find_spec("torch"):
-        for plan in ("eager", "compiled"):
-            for px in (1024, 512):
-                yield Case(family, px, px, plan, backend="torch", kind="draw")
-                for kind in ("autoencoder", "decode"):
-                    yield Case(family, px, px, plan, backend="torch", kind=kind, dtype="float32")
-            yield Case(family, plan=plan, backend="torch", kind="text_encoder")
-
-
 def comparison() -> Iterator[Case]:
     """klein 4B beside PyTorch and MLX's plain graph, in one run; the most important case comes first."""
     yield Case(memory_limited=True)
@@ -65,11 +35,11 @@ def comparison() -> Iterator[Case]:
     yield Case(unfused=True, memory_limited=True)
     yield from (Case(plan="whole", memory_limited=limited) for limited in (True, False))
     yield Case(plan="plain")
-    yield from pytorch(COMPARED, 1024)
+    yield from pytorch(1024)
     yield from (Case(COMPARED, 512, 512, "whole", memory_limited=limited) for limited in (True, False))
     yield Case(COMPARED, 512, 512, "plain")
     yield Case(COMPARED, 512, 512, bits=4, memory_limited=True)
-    yield from pytorch(COMPARED, 512)
+    yield from pytorch(512)
     yield Case(height=1008, memory_limited=True)  # 4544 tokens here and 1568 below: no multiples of 128
     yield Case(COMPARED, 512, 528, "whole", memory_limited=True)
 
@@ -100,68 +70,31 @@ def checksums() -> Iterator[Case]:
     yield Case(COMPARED, 512, 512, kind="checksums", steps=8)
 
 
-def bars(family: str = COMPARED, large: str = "dev", px: int = 1024) -> Iterator[Case]:
-    """What a GPU must show for a Mac's memory and speed, in one run: each stage of one family at `px` x `px`, at 4 and 16 bits
-    and with blocks on disk, and PyTorch compiled beside; then `large` at 4 bits and half the side. The most important case comes
-    first, so that a run that is cut short has measured what counts.
-    """
-    half, torch = px // 2, importlib.util.find_spec("torch") is not None
-    encode: dict[str, Any] = {"kind": "autoencoder", "dtype": "float32"}
-    yield Case(family, px, px, **encode, exact=True, memory_limited=True)
-    yield Case(family, px, px, **encode, memory_limited=True)
-    yield from (Case(family, px, px, bits=bits, kind="draw", memory_limited=True) for bits in (4, 16))
-    if torch:
-        yield Case(family, px, px, "compiled", backend="torch", kind="draw")
-        yield from (Case(family, px, px, "compiled", backend="torch", exact=exact, **encode) for exact in (False, True))
-    yield from (Case(family, px, px, bits=bits, memory_limited=True) for bits in (4, 16))
-    yield Case(family, px, px, bits=4, kind="text_encoder", memory_limited=True)
-    yield Case(large, half, half, bits=4, optimizer="adamw8bit", memory_limited=True, steps=3)
-    yield Case(large, half, half, bits=4, kind="draw", memory_limited=True, steps=3)
-    yield Case(family, px, px, kind="draw", stream=True, memory_limited=True, steps=3)
-    yield Case(family, px, px, stream=True, memory_limited=True, steps=3)
-    yield Case(family, px, px, kind="exactness")
-    yield from (Case(family, side, side, "whole", memory_limited=True) for side in (px, half))
-    if torch:
-        yield from (Case(family, px, px, plan, backend="torch") for plan in ("compiled", "compiled+checkpoint"))
-        yield Case(family, half, half, "compiled", backend="torch")
-    yield Case(family, px, px, kind="decode", dtype="float32", memory_limited=True)
-    yield Case(family, px, px, kind="text_encoder", memory_limited=True)
-
-
 def shapes(family: str) -> Iterator[Case]:
     """Every stage of a family at 1024 and 512 px and every width of weights, and PyTorch compiled beside."""
-    torch = importlib.util.find_spec("torch") is not None
     encode: dict[str, Any] = {"kind": "autoencoder", "dtype": "float32"}
     for px in (1024, 512):
         yield from (Case(family, px, px, bits=bits, memory_limited=True) for bits in (16, 8, 4))
-        if torch:
-            yield Case(family, px, px, "compiled+checkpoint", backend="torch")
+        yield Case(family, px, px, "compiled+checkpoint", backend="torch")
         yield from (Case(family, px, px, kind="draw", bits=bits, memory_limited=True) for bits in (16, 8, 4))
-        if torch:
-            yield Case(family, px, px, "compiled", backend="torch", kind="draw")
+        yield Case(family, px, px, "compiled", backend="torch", kind="draw")
     if FAMILIES[family].real_cfg:
         yield from (Case(family, 512, 512, kind="draw", prompts=2, bits=bits, memory_limited=True) for bits in (16, 8, 4))
-        if torch:
-            yield Case(family, 512, 512, "compiled", backend="torch", kind="draw", prompts=2)
+        yield Case(family, 512, 512, "compiled", backend="torch", kind="draw", prompts=2)
     for px in (1024, 512):
         yield Case(family, px, px, "whole", memory_limited=True)
         yield from (Case(family, px, px, **encode, exact=exact, memory_limited=True) for exact in (True, False))
         yield Case(family, px, px, kind="decode", dtype="float32", memory_limited=True)
-        if torch:
-            yield Case(family, px, px, "compiled", backend="torch")
-            yield Case(family, px, px, "compiled", backend="torch", **encode)
+        yield Case(family, px, px, "compiled", backend="torch")
+        yield Case(family, px, px, "compiled", backend="torch", **encode)
     yield from (Case(family, bits=bits, kind="text_encoder", memory_limited=True) for bits in (16, 8, 4))
-    if torch:
-        yield Case(family, plan="eager", backend="torch", kind="text_encoder")
+    yield Case(family, plan="eager", backend="torch", kind="text_encoder")
     record = FAMILIES[family]
     rows = record.architecture.text_rows(CAPTION_TOKENS)
     for px in () if record.text_padding in ("start", "end") else (1024, 512):
         yield Case(family, px, px, text_rows=rows, memory_limited=True)
-        if torch:
-            yield Case(family, px, px, "compiled+checkpoint", text_rows=rows, backend="torch")
+        yield Case(family, px, px, "compiled+checkpoint", text_rows=rows, backend="torch")
 
 
-def pytorch(family: str, px: int) -> Iterator[Case]:
-    """Training steps of a family in PyTorch at px x px, one case per plan; none if PyTorch is not installed."""
-    if importlib.util.find_spec("torch"):
-        yield from (Case(family, px, px, plan, backend="torch") for plan in TORCH_PLANS)
+def pytorch(px: int) -> Iterator[Case]:
+    yield from (Case(COMPARED, px, px, plan, backend="torch") for plan in TORCH_PLANS)

@@ -4,40 +4,35 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
+from tests.bench import retriever
 from tests.bench.cases import Case
 from tests.bench.page import page
-from tests.bench.retriever_page import page as retriever_page
 
 DATA = Path(__file__).parents[2] / "data"
 GPU = {"chip": "NVIDIA X", "version": "1", "date": "2026-01-01", "commit": "abc1234"}
 
 
-def test_the_page_on_disk_is_made_from_its_rows():
-    rows = [json.loads(text) for text in (DATA / "measurements" / "bench.jsonl").read_text().splitlines()]
-    assert (DATA / "docs" / "bench.md").read_text() == "\n".join(page(rows)) + "\n"
+@pytest.mark.parametrize(("name", "made"), [("bench", page), ("bench-retriever", retriever.page)])
+def test_the_page_on_disk_is_made_from_its_rows(name, made):
+    rows = [json.loads(text) for text in (DATA / "measurements" / f"{name}.jsonl").read_text().splitlines()]
+    assert (DATA / "docs" / f"{name}.md").read_text() == "\n".join(made(rows)) + "\n"
 
 
-def test_the_page_of_the_retriever_is_made_from_its_rows():
-    rows = [json.loads(text) for text in (DATA / "measurements" / "bench-retriever.jsonl").read_text().splitlines()]
-    assert (DATA / "docs" / "bench-retriever.md").read_text() == "\n".join(retriever_page(rows)) + "\n"
-
-
-def test_rows_become_a_page_with_a_line_per_configuration_and_a_column_per_size():
+def test_rows_become_a_page_with_a_line_per_configuration_a_column_per_size_and_what_failed_and_was_never_measured():
     base = asdict(Case("tiny")) | {"s": 0.5, "peak_gb": 2.0} | GPU
     limited = base | {"memory_limited": True, "buffer_mb": "200"}
     rows = [limited | {"width": px, "height": px, "s": px / 1000} for px in (512, 1024)]
-    rows += [base | {"kind": "text_encoder"}, asdict(Case("dev")) | {"error": "out of memory"}]
+    rows += [base | {"kind": "text_encoder"}, base | {"kind": "velocity"}, asdict(Case("dev")) | {"error": "out of memory"}]
     lines = list(page(rows))
     assert "| | 512 px | 1024 px |" in lines
     assert "| blocks, memory-limited | 0.512 / 2.0 | 1.024 / 2.0 |" in lines
     assert "| text encoder, tiny, bfloat16 | 0.5 | 2 |  |" in lines
     assert "- Failed: dev 1024 px, blocks: out of memory" in lines
-    assert lines[-1] == "- NVIDIA X, MLX 1, 2026-01-01, commit abc1234"
-
-
-def test_a_failure_that_was_measured_in_another_run_is_not_on_the_page():
-    failed, good = asdict(Case("dev")) | {"error": "out of memory"}, asdict(Case("dev")) | {"s": 1.0, "peak_gb": 2.0} | GPU
-    assert not any("Failed" in line for line in page([failed, good]))
+    assert lines[-1] == "- NVIDIA X, MLX 1, 2026-01-01, commit abc1234" and not any("velocity" in line for line in lines)
+    measured = [*rows, asdict(Case("dev")) | {"s": 1.0, "peak_gb": 2.0} | GPU]
+    assert not any("Failed" in line for line in page(measured)), "it was measured in another run"
 
 
 def run_with_pytorch(run, torch_s=0.2):
@@ -97,26 +92,6 @@ def test_every_stage_of_a_family_stands_beside_what_the_driver_counted_and_pytor
     assert not any(line.startswith("## Comparison: z-image") for line in lines)
 
 
-def test_a_streamed_step_is_compared_with_the_step_in_memory_of_its_own_run_only():
-    row = asdict(Case(bits=4, memory_limited=True)) | GPU | {"buffer_mb": "200"}
-    kept = [row | {"run": run, "s": 0.1 * number, "peak_gb": 5.0} for number, run in enumerate("12", 1)]
-    read = row | {"stream": True, "run": "1", "s": 2.0, "peak_gb": 3.0}
-    line = (
-        "| klein-base-4b, 1024 px, 4 bits | 0.100 s, 5.00 GB | 2.000 s, 3.00 GB | NVIDIA X, MLX 1, 2026-01-01, commit abc1234 |"
-    )
-    assert line in list(page([*kept, read]))
-    assert not any("2.000 s, 3.00 GB" in each or "Frozen" in each for each in page([kept[1], read]))
-
-
-def test_an_encoding_as_a_stage_runs_is_in_the_table_of_encodings_and_one_without_limit_in_that_of_strips():
-    row = asdict(Case(kind="autoencoder", dtype="float32")) | GPU | {"s": 0.04, "peak_gb": 2.0, "strip_mb": 128, "in_flight": 2}
-    row |= {"estimated_gb": 2.1, "first_s": 1.0}
-    lines = list(page([row | {"memory_limited": True}, row | {"memory_limited": True, "exact": True, "s": 0.1}, row]))
-    assert "| autoencoder, klein-base-4b, 1024 px, float32 | 0.04 | 2 | 1 |" in lines
-    assert "| autoencoder, klein-base-4b, 1024 px, float32, exact | 0.1 | 2 | 1 |" in lines
-    assert "| autoencoder, 1024 px | 128 | 2 | 0.0400 | 2.00 | 2.10 |" in lines
-
-
 def test_checksums_stand_beside_our_shortest_step_of_one_process_at_the_same_family_and_size():
     times = {"s": 0.0003, "alone_s": 0.0006, "unchecked_s": 0.001, "checked_s": 0.0013, "waited_unchecked_s": 0.00005}
     times |= {"waited_s": 0.00006, "step_s": 0.05}
@@ -133,11 +108,3 @@ def test_checksums_stand_beside_our_shortest_step_of_one_process_at_the_same_fam
         "| tiny, 512 px | 8.00 | 1.000 | 1.300 | 0.300 | 0.600 | 0.050 | 0.060 | 50 | 60.0, blocks | 0.10% | 0.50% | NVIDIA X"
     )
     assert not any("Checksums beside" in line for line in page([step, checksums | {"family": "dev"}]))
-
-
-def test_float16_has_a_section_with_the_worst_share_of_lost_gradients_and_the_worst_cosine():
-    row = {"kind": "float16", "family": "micro", "px": 192, "batch": 1, "steps": 25, "seed": 0, "skipped": 0, "most_apart": 0.001}
-    row |= {"float16_loss": 0.5, "float32_loss": 0.51, "zero_share": [0.001, 0.0005], "cosine": [0.9999, 0.99]} | GPU
-    lines = list(page([row]))
-    assert "## Training in float16 without loss scaling" in lines
-    assert any("| 0.5000 | 0.5100 | 0.001 | 0.10% | 0.990000 | 0 | NVIDIA X" in line for line in lines)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.store.shards import ShardReader
 from schemas.text_to_image import LATENTS
-from tests.bench.cases import Case
+from tests.bench.cases import KINDS, Case
 from tests.bench.isolate import run_isolated
 from tests.bench.reading import UncheckedReader, write_random_rows
 from tests.bench.run import run
@@ -26,10 +26,10 @@ def test_a_case_becomes_one_row_with_seconds_and_memory(plan):
     assert row["first_s"] and row["chip"] and row["version"] and row["date"]
 
 
-def test_encoders_and_the_loader_are_cases_too(tmp_path, monkeypatch):
+def test_every_stage_beside_training_and_reading_and_committing_rows_are_cases_too(tmp_path, monkeypatch):
     monkeypatch.setenv("LATENTMILL_BENCH_FOLDER", str(tmp_path))
-    for kind in ("loader", "checksums", "autoencoder", "text_encoder"):
-        row = run(Case("tiny", 64, 64, kind=kind, dtype="float32", steps=1))
+    for kind in sorted({*KINDS} - {"train", "workers"}):
+        row = run(Case("tiny", 64, 64, kind=kind, dtype="float32", steps=1, stream=kind == "draw"))
         assert row["kind"] == kind
         assert 0 < row.get("checked_s", row["s"]) < math.inf
 
