@@ -69,7 +69,6 @@ SLOW = (  # files and folders whose tests train, draw, start processes, or compa
     "tests/stages/tuner/blockwise",
     "tests/stages/tuner/test_loop",
     "tests/stages/tuner/test_memory",
-    "tests/test_contracts",
     "tests/test_end_to_end",
     "tests/test_laws",
     "tests/test_readme",

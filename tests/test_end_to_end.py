@@ -193,7 +193,7 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, refe
     assert np.abs(ours - 255 * theirs).max() <= 1.05, name  # embeddings are stored in bfloat16
 
 
-def assert_an_exported_adapter_is_ours_in_diffusers(
+def assert_exports_agree(
     project: Path, load: Callable[[], Any], theirs: Callable[[Any], np.ndarray], ours: Callable[[Path | None], np.ndarray]
 ) -> None:
     """`load` gives diffusers' pipeline, `theirs` its velocity, `ours` that with the adapter of a file."""
@@ -238,4 +238,4 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
         return np.array(forward(x_BLC=mx.array(x_1LC), x_ids_L4=x_ids, ctx_BTJ=mx.array(ctx_1TJ), ctx_ids_T4=ctx_ids, **levels))
 
     load = functools.partial(type(reference[0]).from_pretrained, reference[1])
-    assert_an_exported_adapter_is_ours_in_diffusers(project, load, theirs, ours)
+    assert_exports_agree(project, load, theirs, ours)

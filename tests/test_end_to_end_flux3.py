@@ -22,13 +22,7 @@ from stages.tuner.blockwise.backprop import model_forward
 from stages.tuner.loop import load_training
 from tests import projects
 from tests.stages.models.flux3.test_transformer import given, ours, prepared, random_reference, theirs, windows
-from tests.test_end_to_end import (
-    assert_an_exported_adapter_is_ours_in_diffusers,
-    assert_gradients_are_those_of,
-    floats,
-    mixed_batch,
-    preview_of_the_base,
-)
+from tests.test_end_to_end import assert_exports_agree, assert_gradients_are_those_of, floats, mixed_batch, preview_of_the_base
 
 TINY = family("flux3-tiny")
 GUIDANCE = 2.5  # of previews
@@ -199,4 +193,4 @@ def test_an_exported_adapter_gives_our_velocity_in_diffusers(built: Path, weight
         forward = model_forward(model, TINY.architecture.read_adapter(adapter) if adapter else None)
         return np.array(forward(**prepared(x_BChw, texts, sigma, sigma, shown)))
 
-    assert_an_exported_adapter_is_ours_in_diffusers(built, lambda: pipeline(weights), velocity, own)
+    assert_exports_agree(built, lambda: pipeline(weights), velocity, own)

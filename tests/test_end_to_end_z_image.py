@@ -20,7 +20,7 @@ from stages.tuner.loop import load_training
 from tests import projects
 from tests.stages.models.z_image.test_transformer import CLOSE, folded, levelled, theirs
 from tests.test_end_to_end import (
-    assert_an_exported_adapter_is_ours_in_diffusers,
+    assert_exports_agree,
     assert_gradients_are_those_of,
     close,
     floats,
@@ -180,4 +180,4 @@ def test_an_exported_adapter_gives_our_velocity_in_diffusers(project: Path, weig
         return np.array(forward(**given))
 
     load = functools.partial(ZImagePipeline.from_pretrained, weights)
-    assert_an_exported_adapter_is_ours_in_diffusers(project, load, velocity, ours)
+    assert_exports_agree(project, load, velocity, ours)

@@ -1,9 +1,11 @@
-"""The rules of the house: names, and the order in which make runs the stages."""
+"""The rules of the house: names, what the import contracts must name, and the order in which make runs the stages."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -40,40 +42,15 @@ def test_what_a_pipeline_refers_to_by_text_exists(pipeline: Pipeline):
         assert hasattr(import_module(module), attribute), reference
 
 
-# The chain
-
-
-def makefile_edges() -> dict[str, set[str]]:
-    """Target -> the targets that it depends on."""
-    edges: dict[str, set[str]] = {}
-    for line in (ROOT / "Makefile").read_text().splitlines():
-        found = re.match(r"^([a-z]+):(?!=)\s*([a-z ./]*)$", line)
-        if found:
-            edges.setdefault(found[1], set()).update(found[2].split())
-    return edges
-
-
-def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
-    """Directly or not."""
-    seen: set[str] = set()
-    todo = list(edges[target])
-    while todo:
-        name = todo.pop()
-        if name not in seen:
-            seen.add(name)
-            todo += edges.get(name, ())
-    return seen
-
-
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
-def test_make_runs_every_stage_that_the_pipeline_puts_before_a_stage(pipeline: Pipeline, name):
-    assert set(pipeline.upstream(name)) <= reachable(makefile_edges(), name)
-
-
-@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
-def test_a_stage_reads_only_what_an_earlier_stage_writes(pipeline: Pipeline, name):
-    names = list(pipeline.stages)
-    assert {read.name for read in pipeline.stage(name).reads} <= set(names[: names.index(name)])
+def test_make_runs_before_a_stage_all_whose_tables_decide_its_own_and_it_reads_no_others(pipeline: Pipeline, name, tmp_path):
+    (tmp_path / "project.toml").write_text(f'[project]\npipeline = "{pipeline.name}"\n[train.slider]\n')
+    words = ["make", "-n", "-o", ".venv/ready", name, f"PROJECT={tmp_path}"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}).stdout
+    run = re.findall(r" run (\w+)", said)
+    before, names = set(run[: run.index(name)]), list(pipeline.stages)
+    reads = {read.name for read in pipeline.stage(name).reads}
+    assert reads <= set(pipeline.upstream(name)) <= before & set(names[: names.index(name)])
 
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
@@ -83,3 +60,20 @@ def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_cannot_rea
     for field in schema.stored:
         assert field.metadata[b"doc"], f"{name}.{field.name}"
         assert not re.search(r"halffloat|large_|uint|dictionary|struct", str(field.type)), f"{name}.{field.name}: {field.type}"
+
+
+UPWARDS = {"schemas": "stages|pipeline|data|tests", "stages": "pipeline|data|tests"}
+
+
+@pytest.mark.parametrize("package", UPWARDS)
+def test_no_text_names_a_module_of_a_package_above(package):
+    name = re.compile(rf"""(["'])({UPWARDS[package]})\.[\w.]*(:\w*)?\1""")
+    assert not [path for path in (ROOT / package).rglob("*.py") if name.search(path.read_text())]
+
+
+def test_every_pipeline_and_every_stage_is_under_the_contract_that_keeps_them_apart():
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = {each["name"]: set(each.get("modules", ())) for each in linter["contracts"]}
+    assert {*stages.PIPELINES.values(), "tests.toy"} == contracts["Pipelines never import each other"]
+    every = {module for pipeline in PIPELINES for module in pipeline.stages.values()}
+    assert every == contracts["Stages of a pipeline never import each other"]
