@@ -1,8 +1,6 @@
 """Runs the queries that the documents show; what README and documents name exists, and the index leads to every page."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,12 +47,12 @@ def test_no_query_of_the_documents_mixes_training_and_validation_losses(built):
     assert steps == ["0", "2", "4", "6"]
 
 
-def test_the_three_lines_of_python_with_duckdb_run(built):
+def test_the_three_lines_of_python_with_duckdb_run(built, monkeypatch, capsys):
     (code,) = (block for block in blocks("python") if "import duckdb" in block)
     assert len(code.strip().splitlines()) == 3
-    code = code.replace("data/projects/example", str(built))
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "picture0.png" in out
+    monkeypatch.chdir(ROOT)
+    exec(code.replace("data/projects/example", str(built)), {})
+    assert "picture0.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
