@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,52 +37,38 @@ def make_described(folder: Path, weights: Path) -> Path:
 
 
 MAKE: dict[str, Callable[[Path, Path], Path]] = {
-    TEXT_TO_IMAGE.name: lambda folder, weights: make_described(folder, weights),
+    TEXT_TO_IMAGE.name: make_described,
     RETRIEVAL.name: lambda folder, weights: make_retrieval(folder, verbs=3, things=4),
     toy.PIPELINE.name: lambda folder, weights: make_toy(folder),
 }
-RUNTIME = {  # settings that may change no row
-    TEXT_TO_IMAGE.name: {
-        "project.commit_seconds": 30.0,
-        "descriptions.timeout": 1.0,
-        "images.workers": 1,
-        "latents.batch_size": 1,
-        "latents.workers": 1,
-        "embeddings.batch_size": 1,
-        "train.checkpoint_every": 3,
-        "train.memory": "whole",
-        "train.keep_states": 1,
-    },
-    RETRIEVAL.name: {
-        "project.commit_seconds": 30.0,
-        "sources.batch_size": 1,
-        "units.batch_size": 1,
-        "pairs.batch_size": 1,
-        "tokens.batch_size": 1,
-        "negatives.batch_size": 1,
-        "train.checkpoint_every": 2,
-        "train.memory": "whole",
-        "vectors.batch_size": 1,
-        "index.batch_size": 1,
-        "ranks.batch_size": 2,
-    },
-    toy.PIPELINE.name: {"project.commit_seconds": 30.0, "lines.batch_size": 1, "tokens.batch_size": 1},
-}
-CLOCKS = ("inode", "mtime_ns")  # of a copied file
 PIPELINES: tuple[Pipeline, ...] = (TEXT_TO_IMAGE, RETRIEVAL, toy.PIPELINE)
 EVERY_STAGE = [pytest.param(p.name, name, id=f"{p.name}-{name}") for p in PIPELINES for name in p.stages]
+CLOCKS = ("inode", "mtime_ns")  # of a copied file
+
+
+def runtime(pipeline: Pipeline) -> dict[str, Any]:
+    """Settings that may change no row: batches of one row, one worker, and more checkpoints."""
+    found: dict[str, Any] = {"project.commit_seconds": 30.0, "train.memory": "whole", "train.checkpoint_every": 1}
+    for name in pipeline.stages:
+        fields = [field for field in dataclasses.fields(pipeline.stage(name).config) if field.metadata["kind"] == "runtime"]
+        found |= {
+            f"{name}.{field.name}": 1 for field in fields if field.name in ("batch_size", "workers", "timeout", "keep_states")
+        }
+    return found
+
+
+RUNTIME = {pipeline.name: runtime(pipeline) for pipeline in PIPELINES}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Callable[[str], Path]:
     """A function that returns a finished project of a pipeline. It is made once and never changed."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def project(pipeline: str) -> Path:
-        if pipeline not in made:
-            made[pipeline] = MAKE[pipeline](tmp_path_factory.mktemp("finished") / "project", tiny_weights)
-            build(made[pipeline])
-        return made[pipeline]
+        folder = MAKE[pipeline](tmp_path_factory.mktemp("finished") / "project", tiny_weights)
+        build(folder)
+        return folder
 
     return project
 
