@@ -89,8 +89,13 @@ def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> li
     return list(found.to_pylist())
 
 
-def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[str, str]]:
+def kinds(source: str, language: str, classes: bool = False) -> dict[str, str]:
+    """Kind -> the qualified names of its units, in the order of the source. The code of each follows its name, and is whole."""
     pytest.importorskip("tree_sitter")
     pytest.importorskip(GRAMMARS[language].module)
-    found = syntax_units(source, language, classes=classes) or []
-    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found if unit.kind != "code"}
+    found: dict[str, list[str]] = {}
+    for unit in syntax_units(source, language, classes=classes) or []:
+        if unit.kind != "code":
+            found.setdefault(unit.kind, []).append(unit.qualified_name)
+            assert unit.name + unit.rest.splitlines()[0] in source and unit.rest.count("{") == unit.rest.count("}")
+    return {kind: ", ".join(each) for kind, each in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.retrieval.units.syntax import syntax_units
-from tests.stages.retrieval.project import names
+from tests.stages.retrieval.project import kinds
 
 SWIFT = """
 /// Reads a file.
@@ -79,66 +79,35 @@ $add = fn($x) => $x + 1;
             "swift",
             SWIFT,
             {
-                "read": ("function", "(_ path: String) -> Int {"),
-                "Stack": ("class", ": View {"),
-                "Stack.init": ("method", "?(x: Int) { self.x = x }"),
-                "Stack.body": ("method", ': some View { Text("a") }'),
-                "Stack.push": ("method", "<T>(_ item: T) where T: C { items.append(item) }"),
-                "Stack.subscript": ("method", "(i: Int) -> Int { return 1 }"),
-                "Stack.deinit": ("method", " { close() }"),
-                "add": ("function", " = { (x: Int) in x + 1 }"),
+                "function": "read, add",
+                "class": "Stack",
+                "method": "Stack.init, Stack.body, Stack.push, Stack.subscript, Stack.deinit",
             },
             {"read": "Reads a file.", "Stack.body": "The view."},
         ),
         (
             "kotlin",
             KOTLIN,
-            {
-                "read": ("function", "(path: String): Int { return 1 }"),
-                "Stack": ("class", "(val x: Int) : Base() {"),
-                "Stack.push": ("method", "(item: Int) = items.add(item)"),
-                "Stack.constructor": ("method", "(y: Int) : this(y) { close() }"),
-                "last": ("function", "(): Int { return 1 }"),
-            },
+            {"function": "read, last", "class": "Stack", "method": "Stack.push, Stack.constructor"},
             {"read": "Reads a file."},
         ),
         (
             "csharp",
             CSHARP,
-            {
-                "N.M.Stack": ("class", "<T> : Base {"),
-                "N.M.Stack.Read": ("method", "(string path) { return 1; }"),
-                "N.M.Stack.Last": ("method", "() => 1;"),
-            },
+            {"class": "N.M.Stack", "method": "N.M.Stack.Read, N.M.Stack.Last"},
             {"N.M.Stack.Read": "Reads a file, see File.\n\nThe path."},
         ),
         (
             "ruby",
             RUBY,
-            {
-                "read": ("function", "(path)"),
-                "M.Stack": ("class", " < Base"),
-                "M.Stack.empty?": ("method", "; true; end"),
-                "M.Stack.open": ("method", "(x) x end"),
-                "M.Stack.<=>": ("method", "(other)"),
-            },
+            {"function": "read", "class": "M.Stack", "method": "M.Stack.empty?, M.Stack.open, M.Stack.<=>"},
             {"read": "Reads a\nfile.", "M.Stack.empty?": "Is it empty?"},
         ),
-        (
-            "php",
-            PHP,
-            {
-                "read": ("function", "($path) { return 1; }"),
-                "Stack": ("class", " extends Base { public function push($item) { return 1; } }"),
-                "Stack.push": ("method", "($item) { return 1; }"),
-                "$add": ("function", " = fn($x) => $x + 1"),
-            },
-            {"read": "Reads a file."},
-        ),
+        ("php", PHP, {"function": "read, $add", "class": "Stack", "method": "Stack.push"}, {"read": "Reads a file."}),
     ],
 )
 def test_each_language_has_its_functions_methods_classes_and_comments(language, source, expected, docstrings):
-    assert names(source, language, classes=True) == expected
+    assert kinds(source, language, classes=True) == expected
     found = {unit.qualified_name: unit for unit in syntax_units(source, language, classes=True) or []}
     assert {name: unit.docstring for name, unit in found.items() if unit.docstring} == docstrings
     read = next(unit for unit in found.values() if unit.name.lower() == "read")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.retrieval.units.syntax import GRAMMARS, syntax_units
-from tests.stages.retrieval.project import names
+from tests.stages.retrieval.project import kinds
 
 RUST = """
 /// Parse a date
@@ -96,18 +96,10 @@ def test_functions_that_javascript_gives_a_name_by_assignment_are_found(language
     plain = NAMED.replace(": string): Promise<string>", ")").replace("namespace N", "").replace(" as Cast", "")
     source = plain if language == "javascript" else NAMED
     typed = "(path: string): Promise<string>" if language != "javascript" else "(path)"
-    assert names(source, language) == {
-        "readLines": ("function", f" = async {typed} => {{"),
-        "b": ("function", " = function (x) { return x }"),
-        "Stack.push": ("method", " = (item) => this.items.push(item)"),
-        "go": ("function", " = function (q) { return q }"),
-        "Stack.prototype.walk": ("method", " = function (q) { return q }"),
-        "routes.run": ("function", "(x) { return x }"),
-        "routes.walk": ("function", ": (y) => y"),
-        "Big.Inner": ("function", "(p) { return p }"),
-        ("inner" if language == "javascript" else "N.inner"): ("function", "(z) { return z }"),
-        "cast": ("function", " = ((c) => c)" + ("" if language == "javascript" else " as Cast")),
-        "default": ("function", " (x) => x;"),
+    assert kinds(source, language) == {
+        "function": "readLines, b, go, routes.run, routes.walk, Big.Inner, "
+        + ("inner, cast, default" if language == "javascript" else "N.inner, cast, default"),
+        "method": "Stack.push, Stack.prototype.walk",
     }
     found = {unit.name: unit for unit in syntax_units(source, language, classes=False) or []}
     assert found["readLines"].docstring == "Read lines."
@@ -132,18 +124,9 @@ S::operator bool() const { return true; }
 
 
 def test_a_function_of_cpp_is_named_by_its_declarator_and_a_method_by_its_class():
-    assert names(CPP, "cpp") == {
-        "ns.n": ("function", "(int x) { return x; }"),
-        "ns.S.get": ("method", "() const { return x; }"),
-        "ns.S.~S": ("method", "() { drop(); }"),
-        "Stack.push": ("method", "(int k) { a -= k; }"),
-        "ns.S.operator==": ("method", "(const S& o) const { return true; }"),
-        "larger": ("function", "(T a, T b) { return a; }"),
-        "pick": ("function", "(int a))(int) { return g; }"),
-        "Guard.held": ("method", "() const { return h; }"),
-        "S.operator bool": ("method", "() const { return true; }"),
-    }
-    assert names(CPP, "cpp", classes=True)["Guard"] == ("class", " final : public Base { bool held() const { return h; } }")
+    functions, methods = "ns.n, larger, pick", "ns.S.get, ns.S.~S, Stack.push, ns.S.operator==, Guard.held, S.operator bool"
+    assert kinds(CPP, "cpp") == {"function": functions, "method": methods}
+    assert kinds(CPP, "cpp", classes=True) == {"function": functions, "method": methods, "class": "ns.S, Guard"}
     (larger,) = (unit for unit in syntax_units(CPP, "cpp", classes=False) or [] if unit.name == "larger")
     assert larger.docstring == "Return the larger one."
 
@@ -157,14 +140,9 @@ API_EXPORT template <typename T> class API_LOCKABLE API_FOR(x) Stack { void push
 API_NAMESPACE_END
 namespace outer { NAMESPACE_BEGIN namespace deep { int f(int x) { return x; } } }
 """
-    assert names(source, "cpp") == {
-        "inner.Stack.push": ("method", "(T k) { a = k; }"),
-        "outer.f": ("function", "(int x) { return x; }"),
-    }
-    assert names("API_BEGIN\n\n/* Add. */\nAPI static int f(int x) { return x; }\nBOOL\ng(int y) { return y; }\n", "c") == {
-        "f": ("function", "(int x) { return x; }"),
-        "g": ("function", "(int y) { return y; }"),
-    }
+    assert kinds(source, "cpp") == {"method": "inner.Stack.push", "function": "outer.f"}
+    source = "API_BEGIN\n\n/* Add. */\nAPI static int f(int x) { return x; }\nBOOL\ng(int y) { return y; }\n"
+    assert kinds(source, "c") == {"function": "f, g"}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +159,7 @@ def test_a_function_in_the_middle_of_an_edit_is_not_lost(language, source):
 
 
 def test_types_of_go_are_classes_and_functions_with_a_receiver_are_their_methods():
-    source = (
-        GO
-        + """
+    source = """
 // Stack holds numbers.
 type Stack struct {
 	items []int
@@ -195,14 +171,8 @@ type (
 )
 func (s *Stack[T]) Push(v int) { s.items = v }
 """
-    )
-    assert names(source, "go", classes=True) == {
-        "Add": ("function", "(a int, b int) int {"),
-        "Stack": ("class", " struct {"),
-        "Reader": ("class", " interface { Read() }"),
-        "Stack.Push": ("method", "(v int) { s.items = v }"),
-    }
-    found = {unit.name: unit for unit in syntax_units(source, "go", classes=True) or []}
+    assert kinds(GO + source, "go", classes=True) == {"function": "Add", "class": "Stack, Reader", "method": "Stack.Push"}
+    found = {unit.name: unit for unit in syntax_units(GO + source, "go", classes=True) or []}
     assert (found["Stack"].docstring, found["Reader"].docstring) == ("Stack holds numbers.", "Reader reads.")
     assert (found["Stack"].signature, found["Stack"].body.strip()) == ("type Stack struct", "items []int")
 
@@ -210,15 +180,16 @@ func (s *Stack[T]) Push(v int) { s.items = v }
 @pytest.mark.parametrize(
     ("language", "source", "expected"),
     [
-        ("c", "int n(int x) { return x; }", {"n": ("function", "(int x) { return x; }")}),
-        ("go", "package m\nfunc f(a int) int { return a }", {"f": ("function", "(a int) int { return a }")}),
-        ("javascript", "function f(a) { return a }", {"f": ("function", "(a) { return a }")}),
-        ("rust", "mod m { fn n(x: u32) -> u32 { x } }", {"m.n": ("function", "(x: u32) -> u32 { x }")}),
-        ("java", "class A { int a(int t) { return t; } }", {"A.a": ("method", "(int t) { return t; }")}),
+        ("c", "int n(int x) { return x; }", "(int x) { return x; }"),
+        ("go", "package m\nfunc f(a int) int { return a }", "(a int) int { return a }"),
+        ("javascript", "function f(a) { return a }", "(a) { return a }"),
+        ("rust", "mod m { fn n(x: u32) -> u32 { x } }", "(x: u32) -> u32 { x }"),
+        ("java", "class A { int a(int t) { return t; } }", "(int t) { return t; }"),
     ],
 )
 def test_the_code_after_a_short_name_begins_after_the_name(language, source, expected):
-    assert names(source, language) == expected
+    assert kinds(source, language)
+    assert [unit.rest for unit in syntax_units(source, language, classes=False) or []] == [expected]
 
 
 def test_a_language_without_a_grammar_is_left_to_windows_of_lines():
