@@ -23,19 +23,16 @@ TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "it's <|im
 
 
 @pytest.fixture
-def prompts(tiny_weights: Path) -> PromptTokenizer:
-    return PromptTokenizer(tiny_weights / "tokenizer", TINY)
+def folder(tiny_weights: Path, tmp_path: Path) -> Path:
+    """A copy of a tokenizer, to be changed."""
+    return Path(shutil.copytree(tiny_weights / "tokenizer", tmp_path / "tokenizer"))
 
 
-def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text("{}")
-    (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(ValueError, match=r"/tokenizer\.json is missing"):
-        PromptTokenizer(tmp_path, TINY)
-    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "silent")
-    (tmp_path / "silent" / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=r"chat_template\.jinja is missing"):
-        PromptTokenizer(tmp_path / "silent", TINY)
+def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(folder: Path) -> None:
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        (folder / name).unlink()
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
+            PromptTokenizer(folder, TINY)
 
 
 PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
@@ -54,10 +51,8 @@ PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         ),
     ],
 )
-def test_a_damaged_file_of_a_tokenizer_is_one_line(
-    tiny_weights: Path, tmp_path: Path, name: str, change: dict[str, Any] | None, said: str
-) -> None:
-    file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "damaged") / name
+def test_a_damaged_file_of_a_tokenizer_is_one_line(folder: Path, name: str, change: dict[str, Any] | None, said: str) -> None:
+    file = folder / name
     whole = file.read_text()
     file.write_text(whole[:99] if change is None else json.dumps(json.loads(whole) | change))
     with pytest.raises(ValueError, match=said) as error:
@@ -82,51 +77,46 @@ def test_a_damaged_file_of_a_tokenizer_is_one_line(
         ("x" * 200_000, "at most 100,000 characters"),
     ],
 )
-def test_a_hostile_chat_template_is_one_line(
-    tiny_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
-) -> None:
+def test_a_hostile_chat_template_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
     monkeypatch.setattr(tokenisation, "TEMPLATE_SECONDS", 0.2)
-    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "hostile")
-    (tmp_path / "hostile" / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=said) as error:
-        PromptTokenizer(tmp_path / "hostile", TINY)("a cat")
+        PromptTokenizer(folder, TINY)("a cat")
     assert "\n" not in str(error.value)
 
 
-def test_a_text_that_takes_the_tokenizer_too_long_is_one_line(prompts: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_takes_the_tokenizer_too_long_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = PromptTokenizer(folder, TINY)
     monkeypatch.setattr(prompts, "apply_template", lambda text: text)
     monkeypatch.setattr(tokenisation, "TEMPLATE_SECONDS", 0.01)
     with pytest.raises(ValueError, match=r"the tokenizer did not end within 0\.01 s"):
         prompts("a" * 300_000)
 
 
-def test_a_template_cannot_store_what_jinja_calls_outside_its_sandbox(tiny_weights: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "hostile")
+def test_a_template_cannot_store_what_jinja_calls_outside_its_sandbox(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ namespace(__html__=messages[0].role.upper) | e }}")
     assert "USER" not in PromptTokenizer(folder, TINY).apply_template("a cat")
 
 
-def test_no_code_in_the_folder_of_a_tokenizer_runs(tiny_weights: Path, tmp_path: Path) -> None:
-    folder, ran = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "coded"), tmp_path / "ran"
+def test_no_code_in_the_folder_of_a_tokenizer_runs(folder: Path, tmp_path: Path) -> None:
+    ran, own = tmp_path / "ran", ["own.Own", "own.Own"]
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n")
     about = json.loads((folder / "tokenizer_config.json").read_text())
-    about |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    about |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": own}}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    (folder / "config.json").write_text(
-        json.dumps({"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}})
-    )
+    (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": own}}))
     with contextlib.suppress(ValueError):  # refused, or read without that code
         PromptTokenizer(folder, TINY)
     assert not ran.exists()
 
 
-def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path) -> None:
+def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / name) / name
-        file.unlink()
-        os.mkfifo(file)
+        kept = (folder / name).rename(folder / "kept")
+        os.mkfifo(folder / name)
         with pytest.raises(ValueError, match=f"{re.escape(name)} is not a regular file"):
-            PromptTokenizer(file.parent, TINY)
+            PromptTokenizer(folder, TINY)
+        kept.replace(folder / name)
 
 
 # As the templates of Qwen3 and Mistral Small have it: branches for tools and documents, a namespace, marks of white space.
@@ -220,8 +210,7 @@ def test_forms_and_ids_are_those_of_transformers(name: str, tiny_weights: Path, 
             assert (found, made.dropped) == (ids[: ours.length], max(0, len(ids) - ours.length)), (folder.name, text)
 
 
-def test_a_chat_template_is_taken_where_transformers_looks_first(tiny_weights: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "many")
+def test_a_chat_template_is_taken_where_transformers_looks_first(folder: Path) -> None:
     about = json.loads((folder / "tokenizer_config.json").read_text())
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "second"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": named}))
