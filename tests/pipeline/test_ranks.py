@@ -52,16 +52,6 @@ def alone(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(folder: Path) -> list[dict]:
-    return (
-        Project(folder)
-        .current("train")
-        .rows()
-        .sort_by([("step", "ascending"), ("split", "ascending"), ("sample", "ascending")])
-        .to_pylist()
-    )
-
-
 def adapter(folder: Path, name: str = checkpoint.ADAPTER) -> dict[str, np.ndarray]:
     loaded = mx.load(str(Project(folder).current("train").folder / "artifacts" / name))
     return {key: np.array(value) for key, value in loaded.items()}
@@ -69,7 +59,7 @@ def adapter(folder: Path, name: str = checkpoint.ADAPTER) -> dict[str, np.ndarra
 
 def assert_alike(ranked: Path, alone: Path) -> None:
     """The two runs drew the same samples, and their losses and adapters agree within CLOSE."""
-    found, expected = rows(ranked), rows(alone)
+    found, expected = (projects.content(folder, "train").to_pylist() for folder in (ranked, alone))
     assert [[row[name] for name in DRAWN] for row in found] == [[row[name] for name in DRAWN] for row in expected]
     for column in ("loss", "preservation", "grad_norm"):
         mine, theirs = ([np.nan if row[column] is None else row[column] for row in each] for each in (found, expected))
