@@ -114,15 +114,6 @@ LAYOUTS = {
         {f"train/{name}": (f"of {name}", "metadata", None) for name in TWO},
         {"captions": 'caption_column = "additional_feature"\n'},
     ),
-    "ai-toolkit": Layout(
-        {f"a{A}": None, "a.txt": "[trigger] in a picture of a boat", f"b{B}": None, "b.txt": "a house"},
-        "[trigger] was replaced by the trigger in 1 of 2 captions",
-        {
-            f"a{A}": ("ohwx in a picture of a boat", "sidecar", "[trigger] in the caption was replaced by the trigger"),
-            f"b{B}": ("ohwx, a house", "sidecar", None),
-        },
-        {"captions": TRIGGER},
-    ),
     "several folders": Layout(
         {f"a/x{A}": None, "a/x.txt": "a boat", f"b/y{B}": None, "b/y.txt": "a house"},
         "folders: a/: 1 image, 3 repeats, trigger 'sks'; b/: 1 image",
@@ -205,7 +196,6 @@ WRONG: dict[str, Wrong] = {
     "only reg": ({f"reg/1_cat/a{A}": None}, {}, "only regularisation images, in reg/1_cat/: add .* or set images.layout"),
     "only references": ({f"before/a{A}": None}, BEFORE, "only reference images, in before/: add .* or set images.layout"),
     "no repeats": ({f"0_ohwx cat/a{A}": None}, {}, "all images have 0 repeats, as in 0_ohwx cat: give one folder more, or set"),
-    "archive": ({"photos.zip": "PK"}, {}, r"no images, but 1 \.zip file, such as photos\.zip: unpack it first$"),
     "videos": ({"a.mp4": "x"}, {}, r"no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as"),
     "other names": (
         ONE | {"a_caption.txt": "a cat"},

@@ -71,6 +71,19 @@ def come_back(project: Path) -> None:
     (project / "aside.png").rename(picture)
 
 
+def class_word(project: Path) -> None:
+    projects.edit(project, "[captions]", '[captions]\ntrigger = "picture"')
+    rows(project, captions=4 + 3, embeddings=1)
+    projects.edit(project, 'trigger = "picture"', 'trigger = "picture"\nclass_word = "thing"')
+
+
+def mask(project: Path) -> None:
+    projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
+    Image.new("L", (160, 120), 255).save(project / "images" / "picture0.mask.png")
+    rows(project, latents=RESOLUTIONS, train=STEPS)
+    Image.new("L", (160, 120), 128).save(project / "images" / "picture0.mask.png")
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     "an added image": (
         lambda project: projects.add_image(project, "new.png", seed=70),
@@ -100,6 +113,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
         setting("[train]", '[latents]\nbackground = "#000000"\n\n[train]'),
         {"latents": 4 * RESOLUTIONS, "train": STEPS},
     ),
+    "a class word": (class_word, {"captions": 4 + 1, "embeddings": 4 + 1}),
+    "another mask": (mask, {"latents": RESOLUTIONS, "train": STEPS}),
     "more steps": (setting(f"steps = {STEPS}\nrank", f"steps = {STEPS + 2}\nrank"), TRAINED),
 }
 
@@ -110,27 +125,10 @@ def test_a_change_computes_its_own_rows_and_no_others(what, project):
     change(project)
     rows(project, **counts)
     assert not any(projects.written(projects.build(project, *BEFORE)).values())
-    images = len(list((project / "images").glob("*.png")))
+    images = len(list((project / "images").glob("*[!k].png")))  # without the mask
     resolutions = RESOLUTIONS + (what == "an added resolution")
     assert projects.content(project, "latents").num_rows == projects.content(project, "buckets").num_rows == images * resolutions
-    assert projects.content(project, "captions").num_rows == images + 2
-
-
-def test_a_mask_computes_the_latents_of_its_image_and_so_does_another(project):
-    projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
-    for grey in (255, 128):
-        Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
-        rows(project, latents=RESOLUTIONS, train=STEPS)
-        masks = projects.content(project, "latents")["mask"].to_pylist()
-        assert {byte for tokens in masks if tokens for byte in tokens} == {grey}
-        assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
-
-
-def test_a_class_word_computes_its_own_captions_and_embeddings_alone(project):
-    projects.edit(project, "[captions]", '[captions]\ntrigger = "picture"')
-    rows(project, captions=4 + 3, embeddings=1)
-    projects.edit(project, 'trigger = "picture"', 'trigger = "picture"\nclass_word = "thing"')
-    rows(project, captions=4 + 1, embeddings=4 + 1)
+    assert projects.content(project, "captions")["role"].to_pylist().count("caption") == images
 
 
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):
