@@ -11,7 +11,7 @@ from stages.text_to_image.families import FAMILIES
 GOOD = '[project]\nfamily = "tiny"\n'
 
 
-def load(tmp_path, text: str, *overrides: str) -> config.Config:
+def load(tmp_path, text: str, overrides: config.Overrides = ()) -> config.Config:
     (tmp_path / "project.toml").write_text(text)
     return config.load(tmp_path / "project.toml", overrides)
 
@@ -19,10 +19,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "[buckets]\nresolution = [512]",
-            "buckets.resolution is not a setting; did you mean resolutions? (project.toml line 2)",
-        ),
+        ("[buckets]\nresolution = [512]", "buckets.resolution is not a setting; did you mean resolutions? (project.toml line 2"),
         ("[bucket]\nresolutions = [512]", "[bucket] is not a section; did you mean buckets? (project.toml line 1)"),
         ("[buckets]\nresolutions = 512", "buckets.resolutions must be a list of whole numbers, such as [512], got 512 (project"),
         ("[buckets]\nresolutions = [500]", "buckets.resolutions must be multiples of 16, such as 496 or 512, got 500"),
@@ -43,27 +40,17 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train]\nlr = inf", "train.lr must be a number, got inf"),
         ("[train.alpha_for]\n'*' = nan", "train.alpha_for must be a section of names with numbers, got {'*': nan}"),
         ("[train]\nema = true", "train.ema must be a section: write its settings below a line [train.ema], got True"),
-        (
-            "[train.optimizer]\nbeta1 = 1",
-            "train.optimizer.beta1 must be >= 0 and <= 0.9999999, got 1.0 (project.toml line 2)",
-        ),
         ("[train]\nweight_decay = 0.1", "train.weight_decay is not a setting; [train.optimizer] has it (project.toml line 2)"),
         ('[train]\nvariant = "lokr"\nfactor = 0', "train.factor"),
         ('[train]\nvariant = "lorra"', "train.variant must be 'lora', 'dora' or 'lokr', got 'lorra'"),
         ("[train]\nfactor = 4", 'leave it out, or choose variant = "lokr"'),
         ("[train.noise]\nscale = 1", 'leave it out, or choose base = "mode"'),
-        (
-            '# first\n\n[ train . "ema" ] # on\ndecay = 2',
-            "train.ema.decay must be >= 0 and <= 0.9999999, got 2.0 (project.toml line 4)",
-        ),
+        ('# first\n\n[ train . "ema" ] # on\ndecay = 2', "<= 0.9999999, got 2.0 (project.toml line 4)"),
         ("[train]\nema = {decay = 2}", "(project.toml [train.ema])"),  # it has no line of its own
         ("[train]\nsteps = 0\n[captions]\ntemplate = '''\n[train]\nsteps = 1'''", "got 0 (project.toml [train])"),
         ("[[images.folder]]\npath = ''\n[[images.folder]]\npath = 'b'", "(project.toml [images.folder])"),
         ('[project]\npipeline = "../mine"', "got '../mine' (project.toml line 2)"),
-        (
-            '[project]\npipeline = ".mine"',
-            "must be one of text_to_image, retrieval or a dotted module name, got '.mine'",
-        ),
+        ('[project]\npipeline = ".mine"', "must be one of text_to_image, retrieval or a dotted module name, got '.mine'"),
         ("[buckets.more]\na = 1", "buckets.more is not a setting; [buckets] has resolutions"),
     ],
 )
@@ -73,19 +60,14 @@ def test_a_mistake_is_one_line_with_its_place_and_what_would_be_right(tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
+def test_a_missing_file_names_the_command_that_makes_one_a_folder_is_named_and_a_byte_order_mark_is_ignored(tmp_path):
     with pytest.raises(ValueError, match="latentmill init"):
         config.load(tmp_path / "project.toml")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert load(tmp_path, "\ufeff" + GOOD).project.family == "tiny"
+    (tmp_path / "project.toml").unlink()
     (tmp_path / "project.toml").mkdir()
     with pytest.raises(ValueError, match=r"project\.toml is not a regular file"):
         config.load(tmp_path / "project.toml")
-
-
-def test_a_byte_order_mark_before_the_text_is_ignored(tmp_path):
-    assert load(tmp_path, "\ufeff" + GOOD).project.family == "tiny"
 
 
 def test_the_home_folder_of_an_unknown_user_is_a_missing_folder(tmp_path):
@@ -96,21 +78,10 @@ def test_the_home_folder_of_an_unknown_user_is_a_missing_folder(tmp_path):
         Project("~nobody-at-all")
 
 
-def test_an_override_is_parsed_like_the_file(tmp_path):
-    made = load(tmp_path, GOOD, "train.steps=7", "buckets.resolutions=[64, 128]", "captions.trigger=sks")
-    assert made.sections["train"].steps == 7
-    assert made.sections["buckets"].resolutions == (64, 128)
-    assert made.sections["captions"].trigger == "sks"
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (
-            "steps=7",
-            "--set steps=7: an override must be section.key=value, such as --set train.steps=500; "
-            "did you mean train.steps or samples.steps or drawings.steps?",
-        ),
+        ("steps=7", "such as --set train.steps=500; did you mean train.steps or samples.steps or drawings.steps?"),
         ("train.steps", "--set train.steps: an override must be section.key=value"),
         ("train.=3", "--set train.=3: an override must be section.key=value"),
         ("train.stepz=7", "train.stepz is not a setting; did you mean steps? (--set train.stepz=7)"),
@@ -122,20 +93,23 @@ def test_an_override_is_parsed_like_the_file(tmp_path):
 )
 def test_a_wrong_override_is_one_line_that_names_it(tmp_path, override, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        load(tmp_path, GOOD, override)
+        load(tmp_path, GOOD, [override])
     assert "\n" not in str(error.value)
 
 
-def test_overrides_may_be_python_values_by_dotted_name(tmp_path):
-    (tmp_path / "project.toml").write_text(GOOD + "[train.ema]\n")
-    given = {"train.steps": 7, "buckets.resolutions": (64, 128), "images.folder": tmp_path, "train.ema": None}
-    made = config.load(tmp_path / "project.toml", given)
-    assert (made.sections["train"].steps, made.sections["train"].ema) == (7, None)
-    assert made.sections["buckets"].resolutions == (64, 128)
-    assert made.sections["images"].folder == str(tmp_path)
+def test_overrides_are_parsed_like_the_file_or_are_python_values_by_dotted_name(tmp_path):
+    text = GOOD + "[train.ema]\n"
+    words = ("train.steps=7", "buckets.resolutions=[64, 128]", f"images.folder={tmp_path}", "captions.trigger=sks")
+    values = {"train.steps": 7, "buckets.resolutions": (64, 128), "images.folder": tmp_path, "train.ema": None}
+    for given in (words, values):
+        sections = load(tmp_path, text, given).sections
+        assert (sections["train"].steps, sections["buckets"].resolutions) == (7, (64, 128))
+        assert sections["images"].folder == str(tmp_path)
+        assert (sections["train"].ema is None) == (given is values)
+    assert load(tmp_path, text, words).sections["captions"].trigger == "sks"
     for name, said in (("steps", "override 'steps': 7: an override must be 'section.key'"), ("train.lr", "train.lr must be")):
         with pytest.raises(ValueError, match=re.escape(said)):
-            config.load(tmp_path / "project.toml", {name: 7 if name == "steps" else "high"})
+            load(tmp_path, text, {name: 7 if name == "steps" else "high"})
 
 
 def test_a_project_that_names_no_family_has_the_first_of_its_pipeline(tmp_path):

@@ -27,21 +27,14 @@ class Section:
     extra: Inner | None = setting(None, "a section that is absent")  # noqa: RUF009
 
 
-def recipe_id(config: Section, **changed: object) -> str:
-    """The id of the recipe of latents with this section, and with these weights, tensors or rows."""
-    stage = PIPELINE.stage("latents")
-    given = {"weights": {}, "tensors": {}, "rows": None} | changed
-    return recipes.recipe_id(recipes.recipe(stage, config, **given))
+def recipe_id(config: Section) -> str:
+    """The id of the recipe of latents with this section."""
+    return recipes.recipe_id(recipes.recipe(PIPELINE.stage("latents"), config, weights={}, tensors={}, rows=None))
 
 
-def test_a_significant_setting_is_another_recipe_at_any_depth():
-    plain = recipe_id(Section())
-    assert recipe_id(Section(size=4)) != plain
-    assert recipe_id(Section(inner=Inner(strength=2.0))) != plain
-    assert recipe_id(Section(extra=Inner())) != plain
-
-
-def test_the_code_version_and_the_columns_are_part_of_the_recipe():
+def test_a_significant_setting_at_any_depth_the_code_version_and_the_columns_are_part_of_the_recipe():
+    changed = (Section(), Section(size=4), Section(inner=Inner(strength=2.0)), Section(extra=Inner()))
+    assert len({recipe_id(each) for each in changed}) == len(changed)
     stage = PIPELINE.stage("latents")
     plain = recipes.recipe(stage, Section(), {}, {}, None)
     newer = recipes.recipe(dataclasses.replace(stage, version=stage.version + 1), Section(), {}, {}, None)
@@ -55,50 +48,27 @@ def test_a_snapshot_does_not_depend_on_the_order_of_rows():
     assert recipes.rows_sha256(rows) != recipes.rows_sha256(rows.slice(0, 2))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"one")
-    (tmp_path / "weights" / "config.json").write_text("{}")
-    return tmp_path / "weights"
+def test_a_component_is_named_by_its_weights_and_config_which_are_read_again_only_if_they_changed(tmp_path, monkeypatch):
+    def component(cache="weights.json"):
+        return recipes.FileHashes(tmp_path / cache).component("autoencoder", folder)
 
-
-def test_a_file_that_did_not_change_is_not_read_again(tmp_path, folder, monkeypatch):
-    hashes = recipes.FileHashes(tmp_path / "weights.json")
-    first = hashes.component("autoencoder", folder)
-    monkeypatch.setattr(recipes, "file_sha256", lambda path: pytest.fail(f"{path} was read"))
-    assert recipes.FileHashes(tmp_path / "weights.json").component("autoencoder", folder) == first
-
-
-def test_a_changed_weight_or_config_is_another_component(tmp_path, folder):
-    hashes = recipes.FileHashes(tmp_path / "weights.json")
-    first = hashes.component("autoencoder", folder)
+    folder = tmp_path / "weights"
+    folder.mkdir()
     file = folder / "model.safetensors"
+    file.write_bytes(b"one")
+    (folder / "config.json").write_text("{}")
+    first = component()
+    with monkeypatch.context() as patch:
+        patch.setattr(recipes, "file_sha256", lambda path: pytest.fail(f"{path} was read"))
+        assert component() == first
+    (folder / "README.md").write_text("no model reads it")
+    (tmp_path / "weights.json").write_text("{ not json")  # a damaged cache costs only reading
+    assert component() == first == component("weights.json/cannot be written")
     file.write_bytes(b"two")
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
-    second = hashes.component("autoencoder", folder)
+    second = component()
     (folder / "config.json").write_text("{ }")
-    assert len({first, second, hashes.component("autoencoder", folder)}) == 3
-
-
-def test_files_that_no_model_reads_do_not_count(tmp_path, folder):
-    hashes = recipes.FileHashes(tmp_path / "weights.json")
-    first = hashes.component("autoencoder", folder)
-    (folder / "README.md").write_text("hello")
-    assert hashes.component("autoencoder", folder) == first
-
-
-def test_a_damaged_cache_costs_only_reading(tmp_path, folder):
-    cache = tmp_path / "weights.json"
-    first = recipes.FileHashes(cache).component("autoencoder", folder)
-    cache.write_text("{ not json")
-    assert recipes.FileHashes(cache).component("autoencoder", folder) == first
-
-
-def test_a_cache_that_cannot_be_written_changes_no_hash(tmp_path, folder):
-    (tmp_path / "a file").write_text("where a folder would be made")
-    hashes = recipes.FileHashes(tmp_path / "a file" / "weights.json")
-    assert hashes.component("vae", folder) == recipes.FileHashes(tmp_path / "weights.json").component("vae", folder)
+    assert len({first, second, component()}) == 3
 
 
 def test_a_setting_that_was_added_later_renames_no_table_while_it_means_what_was_before():
