@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -70,66 +71,44 @@ COMPUTED = {"text_to_image": ("train", "samples", "scores"), "retrieval": ("trai
 OWN = ("settings", "edits", "sidecar", "image", "source")
 
 
-def flip(path: Path, generator: random.Random) -> None:
+def flip(path: Path, draw: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(bytes(content))
 
 
-def zero(path: Path, generator: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    start = generator.randrange(len(content))
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    path.write_bytes(bytes(content))
-
-
-def rot(path: Path, generator: random.Random) -> None:
-    """As `flip`, and the time of the file's change stays, as on a disk that fails."""
-    before = path.stat()
-    flip(path, generator)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def replaced(make: Callable[[Path, random.Random], object]) -> Callable[[Path, random.Random], None]:
-    def damage(path: Path, generator: random.Random) -> None:
+def damage(path: Path, kind: str, draw: random.Random, victim: Path) -> None:
+    """`victim`: a file outside of the project, which nothing may change."""
+    content, before, at = path.read_bytes(), path.stat(), draw.randrange(path.stat().st_size)
+    root = next(each for each in path.parents if (each / "tables").is_dir())
+    if kind in ("flip", "rot"):
+        flip(path, draw)
+    elif kind in CONTENT:
+        path.write_bytes(CONTENT[kind](content, at, draw))
+    elif kind == "another":  # the content of another file of the project
+        others = sorted(each for each in root.rglob("*") if each.is_file() and not each.is_symlink() and each != path)
+        path.write_bytes(draw.choice(others).read_bytes())
+    else:
         path.unlink()
-        make(path, generator)
-
-    return damage
-
-
-def another(path: Path, generator: random.Random) -> None:
-    """Put the content of another file of the project in its place."""
-    root = next(each for each in path.parents if (each / "tables").is_dir())
-    others = sorted(each for each in root.rglob("*") if each.is_file() and not each.is_symlink() and each != path)
-    path.write_bytes(generator.choice(others).read_bytes())
-
-
-def folder(path: Path, generator: random.Random) -> None:
-    path.mkdir()
-    (path / "inside").write_bytes(generator.randbytes(9))
+    if kind == "rot":  # as on a disk that fails
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif kind == "folder":
+        path.mkdir()
+        (path / "inside").write_bytes(draw.randbytes(9))
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(victim)
 
 
-def _victim(path: Path) -> Path:
-    """A file outside of the project, which nothing may change."""
-    root = next(each for each in path.parents if (each / "tables").is_dir())
-    return root.with_name("victim")
-
-
-DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
-    "flip": flip,
-    "zero": zero,
-    "cut": lambda path, generator: path.write_bytes(path.read_bytes()[: generator.randrange(path.stat().st_size)]),
-    "append": lambda path, generator: path.write_bytes(path.read_bytes() + generator.randbytes(64)),
-    "delete": lambda path, generator: path.unlink(),
-    "rot": rot,
-    "empty": lambda path, generator: path.write_bytes(b""),
-    "garbage": lambda path, generator: path.write_bytes(generator.randbytes(path.stat().st_size)),
-    "another": another,
-    "folder": replaced(folder),
-    "FIFO": replaced(lambda path, generator: os.mkfifo(path)),
-    "link": replaced(lambda path, generator: path.symlink_to(_victim(path))),
+CONTENT: dict[str, Callable[[bytes, int, random.Random], bytes]] = {
+    "zero": lambda content, at, draw: content[:at] + bytes(len(content[at : at + 512])) + content[at + 512 :],
+    "cut": lambda content, at, draw: content[:at],
+    "append": lambda content, at, draw: content + draw.randbytes(64),
+    "empty": lambda content, at, draw: b"",
+    "garbage": lambda content, at, draw: draw.randbytes(len(content)),
 }
+DAMAGE = ("flip", "zero", "cut", "append", "delete", "rot", "empty", "garbage", "another", "folder", "FIFO", "link")
 
 
 # What runs in a fork
@@ -166,14 +145,14 @@ def _images(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _answers(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    def answer(query: str) -> object:
+    def answer(query: str) -> str:
         code, out, err = projects.said("search", query, "--project", str(folder))
         if code:
             raise ValueError(err.strip().splitlines()[-1].removeprefix("error: "))
         return out
 
     for query in QUERIES:
-        yield query, lambda query=query: answer(query)
+        yield query, functools.partial(answer, query)
     yield "ranks", lambda: life.compared(folder, "ranks").to_pylist()
 
 
@@ -283,7 +262,7 @@ def test_a_damaged_file_anywhere_is_harmless_made_good_or_named(
         path = generator.choice(sorted(path for path in copy.glob(groups[group]) if path.is_file()))
         if not path.stat().st_size:
             path.write_bytes(b"{")
-        DAMAGE[kind](path, generator)
+        damage(path, kind, generator, victim)
         case = f"case {number}: {kind} {family_name} {path.relative_to(copy)}"
         for name in COMPUTED[pipeline] if group in READ else ():
             if not path.is_relative_to(copy / "tables" / name):
