@@ -185,7 +185,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 def add(folder: str, name: str, count: int) -> None:
     """Add rows to a table, from where it ends; note how many are committed and how many are finished.
 
-    Every third row ends a commit and every tenth a run.
+    Every third row ends a commit, every tenth a run. After every second run, rows are written again and the table is cleaned.
     """
     schema, make = BATCHES[name]
     store_table.REVISED = 1.0  # so few rows would all be written again
@@ -198,4 +198,8 @@ def add(folder: str, name: str, count: int) -> None:
             if number % 10 == 9:
                 writer.finish(None, {"number": number + 1})
                 finished = number + 1
+            if number % 20 == 19:
+                writer.append(make(*range(number - 9, number, 2)))
+                writer.finish(None, {"number": number + 1})
+                writer.collect()
             note([writer.stored.num_rows, finished])

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,34 +12,29 @@ import pytest
 from pipeline.store.disk import abandoned, atomic_write, delete
 from pipeline.store.lock import lock_holder, locked
 
-HOLD = "import sys, time; from pathlib import Path; from pipeline.store.lock import locked\nwith locked(Path(sys.argv[1])):\n"
-HOLD += "    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(600)"
+HOLD = """
+import sys, time
+from pathlib import Path
+from pipeline.store.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "held\n"
-    return child
-
-
-def test_a_second_process_is_refused_in_one_line_that_names_the_first(tmp_path: Path):
-    child = hold(tmp_path / "lock")
-    try:
-        with pytest.raises(ValueError, match=rf"being written by process {child.pid} on .*wait for it or stop it") as error:
-            locked(tmp_path / "lock").__enter__()
-        assert "\n" not in str(error.value)
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == child.pid
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path):
-    child = hold(tmp_path / "lock")
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
-    with locked(tmp_path / "lock"):
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+def test_a_second_process_is_refused_in_one_line_that_names_the_first_until_that_is_killed(tmp_path: Path):
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "held\n"
+            with pytest.raises(ValueError, match=rf"being written by process {child.pid} on .*wait for it or stop it") as error:
+                locked(path).__enter__()
+            assert "\n" not in str(error.value)
+            assert json.loads(path.read_text())["pid"] == child.pid
+        finally:
+            child.kill()
+    with locked(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_is_named_without_being_taken_and_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
