@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from stages.models import gguf, weights
+from stages.models.text import decoder
+from stages.models.text.encoder import DECODERS, TextEncoder
 from stages.text_to_image.families import family
 from tests import checkpoints
 
@@ -122,8 +125,6 @@ def packed(array: np.ndarray) -> tuple[bytes, np.ndarray]:
 
 
 def llama_cpp_name(name: str) -> str:
-    from stages.models.text import decoder
-
     for table, form in ((decoder.OUTSIDE, "{}"), (decoder.INSIDE, "blk.{}.{}")):
         for new, old in table.items():
             if name == f"{old}.weight":
@@ -137,10 +138,6 @@ def llama_cpp_name(name: str) -> str:
 def test_a_text_encoder_in_gguf_gives_the_embeddings_of_its_own_unpacked_values(
     kind: str, tiny_weights: Path, tmp_path: Path
 ) -> None:
-    import json
-
-    from stages.models.text.encoder import DECODERS, TextEncoder
-
     if kind == "qwen3":
         source, record = tiny_weights, family("tiny")
     else:

@@ -94,18 +94,14 @@ def mutated_json(value: Any, draw: random.Random) -> Any:
     return draw.choice(ODD)
 
 
-def mutated_header(data: bytes, draw: random.Random) -> bytes:
-    """Change the header of a safetensors file as JSON, with a right or a wrong length before it."""
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(mutated_json(json.loads(data[8 : 8 + length]), draw)).encode()
-    said = len(text) if draw.random() < 0.9 else draw.choice((0, 1, len(text) + 1, 2**40, 2**63))
-    return said.to_bytes(8, "little") + text + data[8 + length :]
-
-
 def mutate(file: Path, draw: random.Random) -> None:
+    """As JSON, its content or the header of safetensors, with a right or a wrong length before it; or as bytes."""
     data = file.read_bytes()
     if file.suffix == ".safetensors" and draw.random() < 0.7:
-        file.write_bytes(mutated_header(data, draw))
+        length = int.from_bytes(data[:8], "little")
+        text = json.dumps(mutated_json(json.loads(data[8 : 8 + length]), draw)).encode()
+        said = len(text) if draw.random() < 0.9 else draw.choice((0, 1, len(text) + 1, 2**40, 2**63))
+        file.write_bytes(said.to_bytes(8, "little") + text + data[8 + length :])
     elif file.suffix == ".json" and draw.random() < 0.7:
         file.write_text(json.dumps(mutated_json(json.loads(data), draw)))
     else:
