@@ -60,29 +60,27 @@ def test_semantic_search_equals_brute_force(indexed):
     assert all(answer.score == pytest.approx(expected[answer.row["unit_id"]], abs=1e-5) for answer in found)
 
 
-def test_lexical_search_finds_the_words_and_nothing_else(indexed):
+def test_lexical_search_finds_the_words_and_nothing_else_and_hybrid_search_is_as_lexical_as_its_weight_says(indexed):
     found = searcher(indexed).search("invoices, colours", "lexical", limit=100)
     words = {row["unit_id"]: row["words"].split() for row in rows(indexed, "units")}
     assert found and all("colours" in words[answer.row["unit_id"]] for answer in found)
     assert searcher(indexed).search("sortColours", "lexical")[0].row["qualified_name"] == "sort_colours"
     assert searcher(indexed).search("zebra", "lexical") == []
+    first = searcher(indexed).search("sort the colours", "lexical", limit=1)
+    assert searcher(indexed, weight=0.0).search("sort the colours", "hybrid", limit=1)[0].row == first[0].row
+    assert {answer.lexical for answer in searcher(indexed, weight=1.0).search("zebra", "hybrid", limit=3)} == {0.0}
 
 
-def test_lexical_search_of_a_name_finds_what_has_it_before_what_says_it_most(indexed, monkeypatch):
-    found = searcher(indexed)
+def test_what_a_name_is_of_comes_before_what_says_it_most_and_the_unit_whose_title_means_the_query_first(indexed, monkeypatch):
+    found = searcher(indexed, weight=1.0)
     [place] = np.flatnonzero(found.units.called("sort_colours"))
     scores = np.linspace(2, 1, len(found.ids), dtype=np.float32)
     monkeypatch.setattr(found.words, "scores", lambda query: scores)
     assert found.search("sort_colours", "lexical")[0].place == place
     assert found.search("sort colours", "lexical")[0].place == 0 != place
-
-
-def test_hybrid_search_with_weight_zero_begins_as_lexical_and_with_one_needs_no_words(indexed):
-    query = "sort the colours"
-    first = searcher(indexed).search(query, "lexical", limit=1)
-    assert searcher(indexed, weight=0.0).search(query, "hybrid", limit=1)[0].row == first[0].row
-    words = {answer.lexical for answer in searcher(indexed, weight=1.0).search("zebra", "hybrid", limit=3)}
-    assert words == {0.0}
+    monkeypatch.setattr(ranking, "reorder", lambda scores, *_: scores)
+    monkeypatch.setattr(found, "title_scores", lambda places: np.where(places == 9, 1.0, 0.0))
+    assert found.search("sort the colours", limit=1)[0].place == 9
 
 
 def test_words_of_a_docstring_are_found_and_edits_and_deletions_are_taken_up_without_building_all_words_again(
@@ -102,13 +100,6 @@ def test_words_of_a_docstring_are_found_and_edits_and_deletions_are_taken_up_wit
     assert not [row for row in rows(folder, "index") if row["path"].endswith("lines.py")]
     assert searcher(folder).search("lines", "lexical") == []
     assert len(list(artifacts(folder).iterdir())) == 2
-
-
-def test_the_unit_whose_title_means_the_query_comes_first(indexed, monkeypatch):
-    found = searcher(indexed, weight=1.0)
-    monkeypatch.setattr(ranking, "reorder", lambda scores, *_: scores)
-    monkeypatch.setattr(found, "title_scores", lambda places: np.where(places == 9, 1.0, 0.0))
-    assert found.search("sort the colours", limit=1)[0].place == 9
 
 
 def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexed):

@@ -60,8 +60,3 @@ def test_the_validation_panel_is_the_mean_reciprocal_rank_by_step(trained):
     for row in found:
         each = ranks[row["step"]]
         assert row["mrr"] == pytest.approx(sum(1 / rank for rank in each) / len(each)) and row["pairs"] == len(each)
-
-
-def test_queries_that_lexical_search_wins_are_those_that_the_model_does_not_rank_first(trained):
-    found = panel(trained, "lexical_wins")
-    assert found and all(row["lexical"] == 1 < row["semantic"] for row in found)

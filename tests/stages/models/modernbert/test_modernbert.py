@@ -134,17 +134,9 @@ def test_a_folder_of_pylate_gives_its_vectors_of_queries_and_documents(tmp_path:
     ("file", "change", "message"),
     [
         ("config.json", {"mlp_bias": True}, "mlp_bias of the encoder must be False, got True"),
-        (
-            "config.json",
-            {"layer_types": ["sliding_attention"] * 5},
-            "layer_types of the encoder must be full_attention",
-        ),
+        ("config.json", {"layer_types": ["sliding_attention"] * 5}, "layer_types of the encoder must be full_attention"),
         ("1_Dense/config.json", {"bias": True}, "the projection in .*1_Dense must have no bias and no activation"),
-        (
-            "config_sentence_transformers.json",
-            {"query_prefix": "[X]"},
-            r"query_prefix must be a token .*, got '\[X\]'",
-        ),
+        ("config_sentence_transformers.json", {"query_prefix": "[X]"}, r"query_prefix must be a token .*, got '\[X\]'"),
     ],
 )
 def test_a_folder_that_is_computed_otherwise_is_refused_in_one_line(tmp_path: Path, file: str, change: Any, message: str) -> None:

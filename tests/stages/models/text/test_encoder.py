@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -44,9 +43,3 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_weights: Path, tmp_pa
     (tmp_path / "small" / "config.json").write_text(config)
     with pytest.raises(ValueError, match="they do not belong together"):
         TextEncoder(tmp_path / "small", tiny_weights / "tokenizer", TINY, "float32")
-
-
-def test_hidden_states_beyond_the_model_are_refused(tiny_weights: Path) -> None:
-    deeper = dataclasses.replace(TINY, text_layers=(1, 2, 9))
-    with pytest.raises(ValueError, match="hidden state must be <= 4, the text encoder's number of layers, got 9"):
-        TextEncoder(tiny_weights / "text_encoder", tiny_weights / "tokenizer", deeper, "float32")

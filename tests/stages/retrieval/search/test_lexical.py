@@ -69,13 +69,10 @@ def test_the_sum_of_z_scores_does_not_depend_on_the_scale_of_either_search():
     assert np.isfinite(lexical.hybrid(one, np.zeros(20), 0.5)).all()
 
 
-def test_a_tie_counts_against_the_right_answer():
+def test_measures_of_known_ranks_in_which_a_tie_counts_against_the_right_answer():
     scores = np.array([0.5, 0.9, 0.5, 0.1])
-    assert measures.rank_of(scores, 0) == 3 and measures.rank_of(scores, 1) == 1 and measures.rank_of(scores, 3) == 4
+    assert [measures.rank_of(scores, place) for place in (0, 1, 3)] == [3, 1, 4]
     assert measures.rank_of(scores, 0, np.array([1, 2])) == 1
-
-
-def test_measures_of_known_ranks():
     ranks = np.array([1.0, 2, 10, 11])
     assert measures.MEASURES["P@1"](ranks).tolist() == [1, 0, 0, 0]
     assert measures.reciprocal(ranks).tolist() == [1, 0.5, 0.1, 0]
