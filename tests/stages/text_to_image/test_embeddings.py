@@ -33,11 +33,6 @@ LONG = "word " * 90
 FLOAT32 = EmbeddingsConfig(precision="float32")
 
 
-@pytest.fixture
-def folder(tiny_weights: Path) -> Path:
-    return tiny_weights
-
-
 def caption(text: str, role: str = "caption", image: str = "i1", origin: str = "cat.txt") -> dict[str, Any]:
     return {"caption_id": text_sha256(text), "image_id": image, "role": role, "text": text, "origin": origin}
 
@@ -52,9 +47,9 @@ CAPTIONED = [
 ]
 
 
-def context_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> Run:
+def context_of(tiny_weights: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> Run:
     more = {"config": FLOAT32, "family": TINY, **more}
-    weights = {name: folder / name for name in ("text_encoder", "tokenizer")}
+    weights = {name: tiny_weights / name for name in ("text_encoder", "tokenizer")}
     return harness.context(STAGE, tmp_path, {"captions": rows_of(CAPTIONS, *rows)}, weights=weights, **more)
 
 
@@ -62,43 +57,35 @@ def tensors(table: pa.Table) -> dict[str, np.ndarray]:
     return harness.tensors_of(table, "caption_id")
 
 
-def test_a_text_shared_by_many_is_encoded_once_and_the_empty_one_too(folder: Path, tmp_path: Path) -> None:
-    made = harness.run(STAGE, context_of(folder, tmp_path))
-    texts = {row["text"] for row in CAPTIONED}
-    assert sorted(made["caption_id"].to_pylist()) == sorted(map(text_sha256, texts))
-    empty = next(row for row in made.to_pylist() if row["caption_id"] == text_sha256(""))
-    assert (empty["tokens"], empty["dropped_tokens"]) == (12, 0)
-
-
-def test_every_embedding_has_the_familys_number_of_rows_and_its_statistics_leave_out_padding(
-    folder: Path, tmp_path: Path
+def test_a_text_shared_by_many_is_encoded_once_with_the_familys_number_of_rows_and_statistics_without_padding(
+    tiny_weights: Path, tmp_path: Path
 ) -> None:
-    made = harness.run(STAGE, context_of(folder, tmp_path))
+    made = harness.run(STAGE, context_of(tiny_weights, tmp_path))
+    texts = {text_sha256(row["text"]): row["text"] for row in CAPTIONED}
+    assert sorted(made["caption_id"].to_pylist()) == sorted(texts)
     for row, words in zip(made.drop_columns(["tensor"]).to_pylist(), tensors(made).values(), strict=True):
         assert row["shape"] == [64, 192] and row["dtype"] == "bfloat16" and 12 <= row["tokens"] < 64
+        assert row["dropped_tokens"] == 0 and (texts[row["caption_id"]] or row["tokens"] == 12)
         real = widen(words)[: row["tokens"]]
         expected = [real.mean(), real.std(), np.abs(real).max()]
         np.testing.assert_allclose([row["mean"], row["std"], row["absmax"]], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Path, tmp_path: Path) -> None:
+def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(tiny_weights: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
+    context = context_of(tiny_weights, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
     context.report.say = lines.append
     made = {row["caption_id"]: row for row in harness.run(STAGE, context).drop_columns(["tensor"]).to_pylist()}
     dropped = made[text_sha256(LONG)]["dropped_tokens"]
     assert dropped > 0 and made[text_sha256(LONG)]["tokens"] == 64
     assert made[text_sha256("a cat")]["dropped_tokens"] == 0
-    assert len(lines) == 1
-    assert (
-        lines[0].startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long for the text encoder, which reads 64;")
-        and "\n" not in lines[0]
-    )
+    (line,) = lines
+    assert line.startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long for the text encoder, which reads 64;")
 
 
-def test_the_memory_of_the_text_encoder_is_released_when_a_run_is_closed(folder: Path, tmp_path: Path) -> None:
+def test_the_memory_of_the_text_encoder_is_released_when_a_run_is_closed(tiny_weights: Path, tmp_path: Path) -> None:
     before = mx.get_active_memory()
-    context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
+    context = context_of(tiny_weights, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
     batches = STAGE.run(context)
     next(batches)
     assert mx.get_active_memory() > before
@@ -107,57 +94,53 @@ def test_the_memory_of_the_text_encoder_is_released_when_a_run_is_closed(folder:
     assert context.output.pending.num_rows == 4  # the context is still held, and holds no model
 
 
-def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "text_encoder", tmp_path / "text_encoder")
+def test_values_that_are_not_finite_are_refused_with_a_remedy(tiny_weights: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_weights / "text_encoder", tmp_path / "text_encoder")
     file = str(tmp_path / "text_encoder" / "model.safetensors")
     arrays: Any = mx.load(file)
     name = "model.layers.1.mlp.up_proj.weight"
     arrays[name] = mx.full(arrays[name].shape, 3e38, arrays[name].dtype)  # finite, or it is refused when read
     mx.eval(arrays)
     mx.save_safetensors(file, arrays)
-    context = context_of(folder, tmp_path)
-    needs = {"family": TINY, "text_encoder": tmp_path / "text_encoder", "tokenizer": folder / "tokenizer"}
-    context.needs = needs
+    context = context_of(tiny_weights, tmp_path)
+    context.needs = {"family": TINY, "text_encoder": tmp_path / "text_encoder", "tokenizer": tiny_weights / "tokenizer"}
     with pytest.raises(ValueError, match=r"not finite .*: set embeddings.precision to float32"):
         harness.run(STAGE, context)
 
 
-def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
+def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked_for(tiny_weights: Path, tmp_path: Path) -> None:
     strange = replace(TINY, unsupported={"text_encoder": "the text encoder of tiny is not supported"})
-    context = context_of(folder, tmp_path, family=strange)
+    context = context_of(tiny_weights, tmp_path, family=strange)
     context.needs = Lazy(STAGE.needs, lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for"))
     with pytest.raises(ValueError, match="text encoder of tiny is not supported"):
         harness.run(STAGE, context)
 
 
-def words(config: EmbeddingsConfig, folder: Path, tmp_path: Path) -> dict[str, list[int]]:
-    rows = harness.run(STAGE, context_of(folder, tmp_path, config=config)).to_pylist()
+def words(config: EmbeddingsConfig, tiny_weights: Path, tmp_path: Path) -> dict[str, list[int]]:
+    rows = harness.run(STAGE, context_of(tiny_weights, tmp_path, config=config)).to_pylist()
     return {row["caption_id"]: row["tensor"] for row in rows}
 
 
-def test_layer_by_layer_the_embeddings_are_the_same_to_the_bit(folder: Path, tmp_path: Path) -> None:
+def test_layer_by_layer_the_embeddings_are_the_same_to_the_bit(tiny_weights: Path, tmp_path: Path) -> None:
     for bits in (16, 4):
         whole = replace(FLOAT32, bits=bits, memory="whole", batch_size=3)
-        assert words(replace(whole, memory="layers"), folder, tmp_path / "a") == words(whole, folder, tmp_path / "b")
+        assert words(replace(whole, memory="layers"), tiny_weights, tmp_path / "a") == words(whole, tiny_weights, tmp_path / "b")
 
 
-def test_layer_by_layer_needs_the_memory_of_a_layer_and_not_of_all(folder: Path, tmp_path: Path) -> None:
-    plans = {by_layer: memory.encoder_memory(FLOAT32, family("klein-base-4b"), None, by_layer) for by_layer in (False, True)}
+def test_layer_by_layer_needs_the_memory_of_a_layer_and_an_encoder_that_cannot_fit_is_refused_with_what_would() -> None:
+    klein = family("klein-base-4b")
+    plans = {by_layer: memory.encoder_memory(FLOAT32, klein, None, by_layer) for by_layer in (False, True)}
     assert plans[True].peak < plans[False].peak / 4
-    assert memory.choose_plan(FLOAT32, family("klein-base-4b"), None, int(40e9))[0] is False
-    assert memory.choose_plan(FLOAT32, family("klein-base-4b"), None, int(8e9))[0] is True
-
-
-def test_an_encoder_that_cannot_fit_is_refused_and_the_settings_that_fit_are_named() -> None:
-    whole, klein = replace(FLOAT32, memory="whole"), family("klein-base-4b")
+    assert [memory.choose_plan(FLOAT32, klein, None, int(gb * 1e9))[0] for gb in (40, 8)] == [False, True]
+    whole = replace(FLOAT32, memory="whole")
     with pytest.raises(ValueError, match=r'text encoder needs .*: \[embeddings\] memory = "layers" would need .* GB$'):
         memory.choose_plan(whole, klein, None, int(4e9))
     with pytest.raises(ValueError, match="too much as well; choose a smaller family"):
         memory.choose_plan(whole, klein, None, int(1e8))
 
 
-def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_table(folder: Path, tmp_path: Path) -> None:
-    found = {bits: words(replace(FLOAT32, bits=bits), folder, tmp_path / str(bits)) for bits in (16, 8, 4)}
+def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_table(tiny_weights: Path, tmp_path: Path) -> None:
+    found = {bits: words(replace(FLOAT32, bits=bits), tiny_weights, tmp_path / str(bits)) for bits in (16, 8, 4)}
     key = text_sha256("a cat")
     full, eight, four = (widen(np.array(found[bits][key], np.uint16)) for bits in (16, 8, 4))
     assert 0 < np.abs(eight - full).mean() < np.abs(four - full).mean() < np.abs(full).mean()
@@ -199,16 +182,12 @@ def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path)
 STATES = 3
 
 
-def bfloat16_words(values: np.ndarray) -> np.ndarray:
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
 def test_a_value_is_within_half_a_level_of_its_row_and_hidden_state_and_zeros_stay_zero():
     draw = np.random.default_rng(0)
     sizes = np.array([1e-3, 1.0, 400.0])[None, :, None] * draw.uniform(0.1, 10, (50, 1, 1))
     values = (draw.standard_normal((50, STATES, 64)) * sizes).reshape(50, -1)
     values[7] = 0
-    stored = bfloat16_words(values)
+    stored = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
     packed = pack(stored, STATES)
     assert packed.dtype == np.uint16 and packed.shape == (50, stored_words(STATES * 64, STATES, "int8")) == (50, 102)
     exact, found = (widen(each).reshape(50, STATES, 64) for each in (stored, unpack(packed, STATES)))

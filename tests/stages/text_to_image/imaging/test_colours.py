@@ -114,17 +114,16 @@ def tiff(values):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (np.linspace(0, 12, 64, dtype=np.float32), "from 0 to 12, and white is unclear"),
-        (np.linspace(-1, 1, 64, dtype=np.float32), "from -1 to 1, and white is unclear"),
-        (np.array([0, np.inf] * 32, np.float32), "from 0 to inf, and white is unclear"),
-        (np.linspace(0, 70000, 64).astype(np.int32), "from 0 to 70000, and white is unclear"),
-        (np.linspace(0, 70000, 64).astype(np.uint32), "from 0 to 70000, and white is unclear"),
-        (np.linspace(-9, 4000, 64).astype(np.int16), "from -9 to 4000, and white is unclear"),
+        (np.linspace(0, 12, 64, dtype=np.float32), "from 0 to 12"),
+        (np.linspace(-1, 1, 64, dtype=np.float32), "from -1 to 1"),
+        (np.array([0, np.inf] * 32, np.float32), "from 0 to inf"),
+        *((np.linspace(0, 70000, 64).astype(kind), "from 0 to 70000") for kind in (np.int32, np.uint32)),
+        (np.linspace(-9, 4000, 64).astype(np.int16), "from -9 to 4000"),
     ],
 )
 def test_pixels_of_no_usual_range_are_refused_with_the_range(values, said):
     for read in (probe, open_image):
-        with pytest.raises(ImageError, match=said) as error:
+        with pytest.raises(ImageError, match=f"{said}, and white is unclear") as error:
             read(io.BytesIO(tiff(values.reshape(8, 8))))
         assert error.value.reason == "range"
 

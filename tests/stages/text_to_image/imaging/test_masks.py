@@ -10,8 +10,8 @@ from PIL import Image
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import open_alpha
 from stages.text_to_image.latents import STAGE
-from tests.harness import missing, run
-from tests.stages.text_to_image.test_latents import by_id, made, tables
+from tests.harness import run
+from tests.stages.text_to_image.test_latents import made, tables
 
 CROP = {"crop_x": 0.0, "crop_y": 0.0, "crop_w": 64.0, "crop_h": 64.0, "width": 64, "height": 64, "flip": False}
 
@@ -80,16 +80,6 @@ def test_a_mask_of_another_size_is_cut_at_the_same_place_as_the_image():
     assert whole == [bytes([255, 255, 0, 0] * 2)] * 3
 
 
-def test_masks_change_the_keys_of_masked_images_and_no_others(folder, weights):
-    plain = by_id(rows(folder, weights))
-    assert {row["mask"] for row in plain.values()} == {None} and {row["mask_id"] for row in plain.values()} == {""}
-    masked = by_id(rows(folder, weights, mask="file"))
-    unmasked = {key: row for key, row in masked.items() if row["mask"] is None}
-    assert len(plain) == len(masked) == 6 and len(unmasked) == 2
-    assert all(plain[key] == row for key, row in unmasked.items())
-    assert not (set(masked) - set(unmasked)) & set(plain)
-
-
 def test_a_row_holds_its_mask_and_a_mask_does_not_change_the_latent(folder, weights):
     plain = {(row["image_id"], row["width"]): row for row in rows(folder, weights).to_pylist()}
     ids = {hashlib.sha256((folder / name).read_bytes()).hexdigest(): name for name in ("beside.png", "inside.jpg", "none.png")}
@@ -102,15 +92,6 @@ def test_a_row_holds_its_mask_and_a_mask_does_not_change_the_latent(folder, weig
     assert found["beside.png", 64, False]["mask_id"] == hashlib.sha256((folder / "beside.mask.png").read_bytes()).hexdigest()
     for (_, width, flip), row in found.items():
         assert flip or row["tensor"] == plain[row["image_id"], width]["tensor"]
-
-
-def test_a_changed_mask_makes_the_rows_of_its_image_pending(folder, weights):
-    stored = rows(folder, weights, mask="file").drop_columns(["tensor"])
-    halves(left=7).save(folder / "beside.mask.png")
-    again = rows(folder, weights, stored=stored, mask="file").to_pylist()
-    assert [row["mask"][0] for row in again] == [7, 7]
-    wanted = STAGE.wants(made(folder, folder.parent, weights, images_only(folder), config={"mask": "none"}))
-    assert missing(wanted, stored).num_rows == 4
 
 
 def test_an_alpha_channel_is_a_mask_and_an_image_without_one_is_trained_in_full(folder, weights):
@@ -145,36 +126,23 @@ def test_opacity_is_read_from_every_kind_of_transparency_and_turned_upright():
     assert np.asarray(open_alpha(saved(wide, "PNG", exif=exif))).tolist() == [[255, 255], [255, 255], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"no picture", "its mask beside.mask.png: no image in a known format"),
-        ((32, 64), "beside.mask.png is 32 x 64, the image 64 x 64"),
-    ],
-)
-def test_a_mask_that_cannot_be_used_is_the_reason_in_its_images_rows(folder, weights, data, reason):
-    if isinstance(data, bytes):
-        (folder / "beside.mask.png").write_bytes(data)
-    else:
-        halves(data).save(folder / "beside.mask.png")
-    made_rows = rows(folder, weights, mask="file").to_pylist()
-    bad = [row for row in made_rows if row["rejected"]]
-    assert len(made_rows) == 6 and len(bad) == 2
-    assert all(reason in row["rejected"] for row in bad)
+def test_a_mask_that_cannot_be_used_is_the_reason_in_its_images_rows(folder, weights):
+    mask = folder / "beside.mask.png"
+    mask.write_bytes(b"no picture")
+    for reason in ("its mask beside.mask.png: no image in a known format", "beside.mask.png is 32 x 64, the image 64 x 64"):
+        made_rows = rows(folder, weights, mask="file").to_pylist()
+        bad = [row["rejected"] for row in made_rows if row["rejected"]]
+        assert len(made_rows) == 6 and len(bad) == 2 and all(reason in each for each in bad)
+        halves((32, 64)).save(mask)
 
 
-def test_a_mask_that_changes_during_a_run_is_an_error_that_names_the_image(folder, weights):
+def test_a_mask_that_changes_during_a_run_and_masks_that_do_not_exist_are_errors(folder, weights):
     opened = made(folder, folder.parent, weights, images_only(folder), config={"mask": "file"})
     halves(left=9).save(folder / "beside.mask.png")
     with pytest.raises(ValueError, match=r"1 image files changed .*\(beside.png\)"):
         run(STAGE, opened)
-
-
-def test_masks_wanted_from_files_that_do_not_exist_are_an_error(folder, weights):
     (folder / "beside.mask.png").unlink()
     (folder / "masks" / "inside.png").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r"none of the 3 images has a mask file: for beside.png, write beside.mask.png beside it, or masks/beside.png",
-    ):
+    said = "none of the 3 images has a mask file: for beside.png, write beside.mask.png beside it, or masks/beside.png"
+    with pytest.raises(ValueError, match=said):
         rows(folder, weights, mask="file")

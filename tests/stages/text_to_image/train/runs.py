@@ -66,10 +66,10 @@ def words(shape: tuple[int, ...], seed: int) -> list[int]:
     return np.array(value.view(mx.uint16)).ravel().tolist()
 
 
-def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> dict[str, pa.Table]:
+def tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
     """An image per shape, each with one latent; every third image has a second caption."""
     places = [
-        {"image_id": f"image{n}", "width": w, "height": h, "crop_w": w + shift, "crop_h": 1.0 * h}
+        {"image_id": f"image{n}", "width": w, "height": h, "crop_w": 1.0 * w, "crop_h": 1.0 * h}
         for n, (w, h) in enumerate(shapes)
     ]
     texts = [("caption", f"image{n}", f"text{n}", 0) for n in range(len(shapes))]

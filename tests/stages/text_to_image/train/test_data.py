@@ -19,20 +19,24 @@ CROPS = [(512, "a.png"), (768, "a.png"), (512, "rare/b.png"), (768, "rare/very/c
 NAMES = {f"id{n}": [f"{'held' if n % 4 == 0 else 'more'}/{n}.png"] for n in range(40)}
 
 
-def test_only_the_proportion_of_the_weights_counts_and_the_heaviest_comes_once():
-    for weights in ({"512": 1, "768": 0.25}, {"512": 80, "768": 20}):
-        assert rates(DataConfig(resolutions=weights), CROPS) == [1.0, 0.25, 1.0, 0.25, 1.0]
-
-
-def test_an_epoch_has_every_crop_of_the_highest_rate_however_low_the_rates_are():
-    assert rates(DataConfig(repeats={".": 0.01, "rare": 0.02}), [(64, "a.png"), (64, "rare/b.png")]) == [0.5, 1.0]
-
-
-def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
-    for name in ("rare", "rare/", "./rare"):
-        config = DataConfig(repeats={name: 3, "rare/very": 0, "a.png": 2})
-        assert rates(config, CROPS) == [2.0, 2.0, 3.0, 0.0, 1.0]
-    assert rates(DataConfig(repeats={".": 2}, resolutions={"512": 1, "768": 0.5}), CROPS) == [2.0, 1.0, 2.0, 1.0, 2.0]
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Only the proportion of the weights counts, and the heaviest comes once.
+        ({"resolutions": {"512": 1, "768": 0.25}}, [1.0, 0.25, 1.0, 0.25, 1.0]),
+        ({"resolutions": {"512": 80, "768": 20}}, [1.0, 0.25, 1.0, 0.25, 1.0]),
+        # Repeats are of whole folders; the longest path counts.
+        *(
+            ({"repeats": {name: 3, "rare/very": 0, "a.png": 2}}, [2.0, 2.0, 3.0, 0.0, 1.0])
+            for name in ("rare", "rare/", "./rare")
+        ),
+        ({"repeats": {".": 2}, "resolutions": {"512": 1, "768": 0.5}}, [2.0, 1.0, 2.0, 1.0, 2.0]),
+        # An epoch has every crop of the highest rate, however low the rates are.
+        ({"repeats": {".": 0.01, "rare": 0.02}}, [0.5, 0.5, 1.0, 1.0, 0.5]),
+    ],
+)
+def test_a_crop_has_the_rate_of_its_resolution_and_its_folder(config, expected):
+    assert rates(DataConfig(**config), CROPS) == expected
 
 
 @pytest.mark.parametrize(
@@ -57,11 +61,8 @@ def test_whether_an_image_is_held_out_does_not_depend_on_the_others():
     assert held_out(config, dict(reversed(NAMES.items()))) == every
     assert held_out(ValidationConfig(share=0.3, most=100, seed=1), NAMES) != every
     assert held_out(ValidationConfig(share=0.5, most=100), NAMES) > every
-
-
-def test_at_least_one_and_at_most_so_many_are_held_out():
     assert len(held_out(ValidationConfig(share=0.9, most=3), NAMES)) == 3
-    assert len(held_out(ValidationConfig(share=0.001), NAMES)) == 1
+    assert len(held_out(ValidationConfig(share=0.001), NAMES)) == 1, "at least one"
 
 
 def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
@@ -131,10 +132,10 @@ def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(t
     texts = {row["caption_id"]: row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist()}
     run.config = TrainConfig(steps=1, caption_dropout=0.0)
     sampler = build_sampler(run.config, load_dataset(run))
-    counts = Counter(texts[sample.caption_id] for step in range(1, 4001) for batch in sampler.step(step) for sample in batch)
+    counts = Counter(texts[sample.caption_id] for step in range(1, 1001) for batch in sampler.step(step) for sample in batch)
     of_first = {text: count for text, count in counts.items() if not text.startswith("picture")}
     shares = {text: count / sum(of_first.values()) for text, count in of_first.items()}
-    assert shares == pytest.approx({"long, with all details": 3 / 8, "short": 3 / 8, "tags": 2 / 8}, abs=0.03)
+    assert shares == pytest.approx({"long, with all details": 3 / 8, "short": 3 / 8, "tags": 2 / 8}, abs=0.06)
     before = set(snapshot(run)["caption_id"].to_pylist())
     assert "weights [3.0, 3.0, 2.0]" in before
     projects.edit(folder, "weights = [3, 1, 2]", "weights = [1]")

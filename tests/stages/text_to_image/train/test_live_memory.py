@@ -12,10 +12,10 @@ from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import loop
 from stages.tuner import replay as tuner_replay
-from stages.tuner import step as tuner_step
 from stages.tuner.memory import MemoryPlan, choose_plan
 from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
+from tests.stages.text_to_image.train.plans import noted
 from tests.stages.text_to_image.train.runs import BASE, Run
 
 ASIDE = ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8))
@@ -37,12 +37,8 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def limits_in(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """MLX's limit whenever a step calls this function of its own."""
-    seen: list[int] = []
-    real = getattr(tuner_step, name)
-    monkeypatch.setattr(tuner_step, name, lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
-    return seen
+def limit(*given: Any) -> int:
+    return mx.get_memory_limit()
 
 
 @pytest.mark.parametrize("plan", ["blocks", "whole"])
@@ -50,7 +46,7 @@ def test_every_step_and_measurement_runs_under_the_live_memory_limit_of_the_plan
     plan, bounds, transformer, tmp_path, monkeypatch
 ):
     before = mx.get_memory_limit()
-    steps, measurements = (limits_in(monkeypatch, name) for name in ("loss_and_grads", "predict"))
+    steps, measurements = (noted(monkeypatch, limit, name) for name in ("loss_and_grads", "predict"))
     Run(tmp_path, transformer, replace(BASE, steps=2, memory=plan, memory_gb=0.3, validation=ASIDE)).go()
     assert set(steps) == set(measurements) == set(bounds) and len(steps) >= 2 and len(measurements) == 6
     assert mx.get_memory_limit() == before
@@ -82,9 +78,7 @@ def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(tran
 def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(bounds, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, memory="blocks", steps=5)).go()
     run.config = replace(run.config, memory="whole")
-    seen, plans = limits_in(monkeypatch, "loss_and_grads"), []
-    real = tuner_step.loss_and_grads
-    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    seen, plans = noted(monkeypatch, limit), noted(monkeypatch, lambda *given: given[-1])
     for step in (1, 5):  # from the beginning, and from a checkpoint
         seen.clear()
         bounds.clear()

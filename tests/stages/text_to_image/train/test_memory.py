@@ -15,10 +15,9 @@ from stages.text_to_image.train import memory
 from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
-from stages.tuner import step as tuner_step
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.loop import Loader
-from tests.stages.text_to_image.train.plans import batch_of, chosen, estimator, needs
+from tests.stages.text_to_image.train.plans import batch_of, chosen, estimator, needs, noted
 from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables, tables
 
 
@@ -39,9 +38,7 @@ def test_the_plan_is_the_fastest_that_fits_to_the_byte_and_is_printed(deep, tmp_
 def test_a_run_prints_its_plan_and_its_estimated_peak_before_its_first_row_and_trains_with_that_plan(deep, tmp_path, monkeypatch):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
     run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
-    plans = []
-    real = tuner_step.loss_and_grads
-    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    plans = noted(monkeypatch, lambda *given: given[-1])
     rows = STAGE.run(run.context())
     next(rows)
     estimated = f"estimated peak {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB"
@@ -141,10 +138,6 @@ def test_on_metal_large_images_are_computed_one_at_a_time_unless_the_setting_say
     run.config = replace(BASE, micro_batch=2)
     assert chosen(run).max_samples == 2
     run.config = replace(BASE, steps=1)
-    widths = []
-    real = tuner_step.loss_and_grads
-    monkeypatch.setattr(
-        tuner_step, "loss_and_grads", lambda *given: [widths.append(len(given[3]["timesteps_B"])), real(*given)][1]
-    )
+    widths = noted(monkeypatch, lambda *given: len(given[3]["timesteps_B"]))
     list(STAGE.run(run.context()))
     assert set(widths) == {1}

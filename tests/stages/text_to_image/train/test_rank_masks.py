@@ -8,9 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline.project.recipe import recorded
 from stages.models import adapters
-from stages.text_to_image.train.config import NoiseConfig, PreservationConfig, TLoraConfig, TrainConfig
+from stages.text_to_image.train.config import NoiseConfig, PreservationConfig, TLoraConfig
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.masks import RankMasks, active_ranks
 from stages.tuner.adapters.targets import Target, fresh_adapter, select_targets
@@ -149,13 +148,3 @@ def test_dropout_leaves_out_its_share_of_ranks_and_keeps_the_mean():
     assert masks.mean() == pytest.approx(1, abs=0.03)
     again = RankMasks(7, dropout=0.25)([One()], targets)
     assert all(np.array_equal(mask, again[f"q{n}"]) for n, mask in enumerate(masks))
-
-
-def test_without_masks_no_recipe_knows_of_them_and_with_another_adapter_they_are_refused():
-    assert not {"tlora", "rank_dropout"} & recorded(TrainConfig()).keys()
-    with pytest.raises(ValueError, match='tlora needs variant = "lora", got "dora"'):
-        TrainConfig(tlora=TLoraConfig(), variant="dora")
-    with pytest.raises(ValueError, match='initial must be unset with tlora\'s start = "orthogonal"'):
-        TrainConfig(tlora=TLoraConfig(), initial="a.safetensors")
-    with pytest.raises(ValueError, match="min_rank must be at most the rank, 32, got 33"):
-        TrainConfig(tlora=TLoraConfig(min_rank=33))

@@ -118,19 +118,13 @@ def test_the_share_of_batches_without_references_is_the_dropout(wide: Path, tmp_
     assert 0.25 < np.mean([not batch[0].crop.references for batch in batches]) < 0.35
 
 
-def test_the_estimate_of_memory_counts_the_references(wide: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path, wide, BASE, paired())
-    batch = largest_batch(run.task().sampler, 16)
+def test_the_estimate_of_memory_counts_the_references_and_a_batch_to_measure_with_has_them(wide: Path, tmp_path: Path) -> None:
+    batch = largest_batch(Run(tmp_path, wide, BASE, paired()).task().sampler, 16)
     sizes = TINY.architecture.transformer_config(wide, TINY)
     assert batch.references == ((4, 6), (2, 4)) and batch.tokens == 24 + 24 + 8 + TEXT_ROWS
-    peaks = [
-        ImageEstimator(BASE, TINY.architecture, sizes, each).best(10**12).peak for each in (batch, replace(batch, references=()))
-    ]
-    assert peaks[0] > peaks[1]
-
-
-def test_a_batch_to_measure_with_has_the_references_of_the_batch_that_it_stands_for(wide: Path, tmp_path: Path) -> None:
-    batch = largest_batch(Run(tmp_path, wide, BASE, paired()).task().sampler, 16)
+    estimates = (ImageEstimator(BASE, TINY.architecture, sizes, each) for each in (batch, replace(batch, references=())))
+    shown, alone = (each.best(10**12).peak for each in estimates)
+    assert shown > alone
     drawn = random_batch(TINY, batch)
     assert [each.shape[2:] for each in drawn.references] == [*batch.references] and drawn.tokens == batch.tokens
 

@@ -8,12 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline.project.recipe import recorded, settings_of
+from pipeline.project.recipe import settings_of
 from schemas.text_to_image import CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES
 from stages.hashing import text_sha256
-from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.slider import SliderConfig
-from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
+from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.diffusion import moved
@@ -101,36 +100,24 @@ def test_at_strength_minus_1_the_adapter_gets_the_opposite_gradient(transformer,
     assert header["slider"] == "{caption}, old | {caption}, young"
 
 
-def test_without_a_slider_no_recipe_knows_of_it_and_with_one_the_run_depends_on_drawings_and_prompts(transformer, tmp_path):
-    for config in (TrainConfig(), CaptionsConfig()):
-        assert "slider" not in recorded(config)
+def test_a_run_depends_on_the_drawings_and_the_prompts_of_its_slider(transformer, tmp_path):
     assert settings_of(CONFIG)["slider"]["positive"] == "{caption}, old"
-    read = {(row["latent_id"], row["image_id"], row["caption_id"]) for row in snapshot(tmp_path, transformer)}
+    rows = STAGE.snapshot(Run(tmp_path, transformer, CONFIG, drawn()).context()).to_pylist()
+    read = {(row["latent_id"], row["image_id"], row["caption_id"]) for row in rows}
     assert ("drawing0", "content0", text_sha256("a man, young")) in read and ("", "", text_sha256("")) in read
 
 
-def snapshot(folder, transformer):
-    return STAGE.snapshot(Run(folder, transformer, CONFIG, drawn()).context()).to_pylist()
-
-
-def test_a_slider_beside_pictures_is_refused_and_so_is_what_needs_them(transformer, tmp_path):
+def test_a_slider_beside_pictures_or_with_equal_poles_is_refused(transformer, tmp_path):
     tables = drawn() | {"images": rows_of(IMAGES, {"path": "a.png", "image_id": "a"})}
     with pytest.raises(ValueError, match=r"not on pictures, of which there are 1; set \[images\] folder = \[\]"):
         Run(tmp_path, transformer, CONFIG, tables).go()
-    with pytest.raises(ValueError, match=r"validation must be unset with \[train.slider\]"):
-        replace(CONFIG, validation=ValidationConfig())
     with pytest.raises(ValueError, match="negative must be another prompt than positive"):
         SliderConfig("old", "old", ("a",))
 
 
-def test_pictures_of_the_other_end_are_trained_at_strength_minus_1_in_batches_of_their_own_and_not_held_out(
-    transformer, tmp_path
-):
+def test_pictures_of_the_other_end_are_trained_at_strength_minus_1_in_batches_of_their_own(transformer, tmp_path):
     other_end = {"image1", "image2"}
-    data, validation = DataConfig(backwards=("image[12]",)), ValidationConfig(share=1.0, most=100)
-    with pytest.raises(ValueError, match="leaves no image that is trained at strength 1"):
-        Run(tmp_path / "all", transformer, replace(BASE, data=data, validation=validation)).task()
-    run = Run(tmp_path, transformer, replace(BASE, data=data, batch_size=4))
+    run = Run(tmp_path, transformer, replace(BASE, data=DataConfig(backwards=("image[12]",)), batch_size=4))
     task = run.task()
     signs = {-1.0: set(), 1.0: set()}
     for step in range(1, 20):
@@ -138,20 +125,23 @@ def test_pictures_of_the_other_end_are_trained_at_strength_minus_1_in_batches_of
             assert len({sample.strength for sample in samples}) == 1
             signs[samples[0].strength] |= {sample.crop.image_id for sample in samples}
     assert signs == {-1.0: other_end, 1.0: {f"image{n}" for n in range(7)} - other_end}
-    training, strengths = run.training(), set()
+    training = run.training()
     for batch in run.micro_batches():
         (term,) = training.objective.terms(training.model, batch)
         assert term.strength == batch.samples[0].strength
-        strengths.add(term.strength)
-    assert strengths <= {1.0, -1.0} and "backwards" not in settings_of(BASE).get("data", {})
 
 
-def test_a_slider_of_pictures_needs_pictures_of_both_ends_and_is_no_slider_of_prompts(transformer, tmp_path):
-    for paths, message in (
-        (("old/*",), "matches none of the 7 images"),
-        (("*",), "leaves no image that is trained at strength 1"),
-    ):
-        with pytest.raises(ValueError, match=rf"\[train.data\] backwards: .* {message}"):
-            Run(tmp_path, transformer, replace(BASE, data=DataConfig(backwards=paths))).task()
-    with pytest.raises(ValueError, match=r"\[train.data\] backwards must be unset with \[train.slider\]"):
-        replace(CONFIG, data=DataConfig(backwards=("old/*",)))
+@pytest.mark.parametrize(
+    ("paths", "held_out", "message"),
+    [
+        (("old/*",), None, "matches none of the 7 images"),
+        (("*",), None, "leaves no image that is trained at strength 1"),
+        (("image[12]",), ValidationConfig(share=1.0, most=100), "leaves no image that is trained at strength 1"),
+    ],
+)
+def test_a_slider_of_pictures_needs_pictures_of_both_ends_and_holds_none_of_the_other_out(
+    paths, held_out, message, transformer, tmp_path
+):
+    config = replace(BASE, data=DataConfig(backwards=paths), validation=held_out)
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, transformer, config).task()

@@ -11,9 +11,16 @@ import pytest
 
 from stages.tuner.health import LossCheck
 from stages.tuner.task import ExpectedLoss
+from tests.stages.text_to_image.train import sound_runs
 from tests.stages.text_to_image.train.sound_runs import Case, guidance_cases, long_cases, planted_cases, problem, run, sound_cases
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.config.getoption("--prove"):
+        monkeypatch.setattr(sound_runs, "CROPS", 4)
 
 
 def run_all(chosen: list[Case], folder: Path) -> None:
@@ -34,13 +41,13 @@ def test_a_wrong_guidance_raises_the_loss_and_is_named(tmp_path: Path, cases: Ca
 
 # The short forms of the tests around it have sound runs too.
 @pytest.mark.proof("twenty sound runs, with each optimizer and variant at its default rate, give no warning", long=True)
-def test_a_sound_run_gives_no_warning(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
-    run_all(sound_cases(cases(20, 20)), tmp_path)
+def test_a_sound_run_gives_no_warning(tmp_path: Path) -> None:
+    run_all(sound_cases(), tmp_path)
 
 
 @pytest.mark.proof("500 steps of every optimizer and variant at its default rate lower the loss and end", long=True)
-def test_five_hundred_steps_are_stable(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
-    run_all(long_cases(cases(15, 15)), tmp_path)
+def test_five_hundred_steps_are_stable(tmp_path: Path) -> None:
+    run_all(long_cases(), tmp_path)
 
 
 def checked(losses: list[float], *, past: int = 0) -> list[str]:

@@ -7,9 +7,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.stage_run import ArrayReader
-from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.text_to_image.families import family
-from stages.text_to_image.train.batches import level_batches
 from stages.text_to_image.train.config import (
     DataConfig,
     MaskConfig,
@@ -21,7 +20,7 @@ from stages.text_to_image.train.config import (
 from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import draws
-from stages.tuner.loop import Loader, wanted_rows
+from stages.tuner.loop import Loader
 from tests.harness import rows_of
 
 IMAGE_COUNT = 6
@@ -194,31 +193,14 @@ def test_held_out_images_are_never_trained_on_and_measured_without_flips():
         dataset(Project(), validation=ValidationConfig(paths=("*",)))
 
 
-def test_every_measurement_has_the_same_samples_noise_and_levels():
-    project = Project()
-    held_out = task(project, batch_size=3, validation=HELD).held_out
+def test_every_measurement_has_every_crop_at_every_level_in_batches_of_one_shape_with_the_same_noise():
+    held_out = task(Project(), batch_size=3, validation=HELD).held_out
     first, again = list(held_out.micro_batches()), list(held_out.micro_batches())
     samples = [sample for batch in first for sample in batch.samples]
     assert [s.number for s in samples] == list(range(held_out.count)) and held_out.count == 2 * len(held_out.crops)
     assert {(s.crop.latent_id, s.sigma) for s in samples} == {(c.latent_id, s) for c in held_out.crops for s in (0.25, 0.5)}
-    for one, other in zip(first, again, strict=True):
-        assert np.array_equal(one.noise_BCHW, other.noise_BCHW)
-    for batch in first:
+    for batch, other in zip(first, again, strict=True):
+        assert len({sample.crop.width for sample in batch.samples}) == 1 and len(batch.samples) <= 3
+        assert np.array_equal(batch.noise_BCHW, other.noise_BCHW)
         for sample, noise in zip(batch.samples, batch.noise_BCHW, strict=True):
             assert np.array_equal(noise, draws.normal(noise.shape, HELD.seed, f"validation {sample.crop.latent_id}"))
-
-
-def test_every_held_out_crop_is_measured_at_every_level_in_batches_of_one_shape():
-    shapes, sigmas = ["a", "b", "a"], (0.1, 0.5, 0.9)
-    batches = level_batches(shapes, sigmas, 4)
-    assert sorted(pair for batch in batches for pair in batch) == [(row, sigma) for row in range(3) for sigma in sigmas]
-    assert all(len({shapes[row] for row, _ in batch}) == 1 and len(batch) <= 4 for batch in batches)
-
-
-def test_the_wanted_rows_of_a_run_have_the_key_and_every_measurement_up_to_its_end():
-    made = task(Project(), batch_size=3, steps=40, validation=HELD)
-    count = made.held_out.count
-    wanted = wanted_rows(made, 35)
-    measured = wanted.filter(pa.compute.equal(wanted["split"], "validation"))
-    assert set(measured["step"].to_pylist()) == {0, 10, 20, 30} and measured.num_rows == 4 * count
-    assert set(wanted.column_names) == set(TRAIN.key)

@@ -70,15 +70,8 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
     made["latents"] = replace_row(made["latents"], 1, rejected="truncated", shape=[], tensor=[])
     made["images"] = replace_row(made["images"], 2, rejected="duplicate")
     made["captions"] = made["captions"].filter(pa.compute.not_equal(made["captions"]["image_id"], "image3"))
-    crop = {
-        "image_id": "image4",
-        "width": 96,
-        "height": 64,
-        "crop_x": 10.0,
-        "crop_w": 96.0,
-        "crop_h": 64.0,
-    }  # not in its bucket's
-    other = rows_of(LATENTS, crop | {"latent_id": "old crop", "shape": [1]})
+    place = {"width": 96, "height": 64, "crop_x": 10.0, "crop_w": 96.0, "crop_h": 64.0}  # not that of its bucket
+    other = rows_of(LATENTS, place | {"image_id": "image4", "latent_id": "old crop", "shape": [1]})
     made["latents"] = pa.concat_tables([made["latents"], other])
     data = Run(tmp_path, transformer, tables=made).task().data
     assert [crop.latent_id for crop in data.crops] == ["latent4", "latent5", "latent6"]
@@ -112,13 +105,10 @@ def test_missing_rows_are_an_error_of_one_line(change, message, tmp_path, transf
     assert "\n" not in str(caught.value)
 
 
-def test_the_header_of_the_adapter_describes_it(whole):
+def test_the_header_of_the_adapter_names_the_trigger_and_the_largest_resolution_that_is_trained_at(whole, transformer, tmp_path):
     metadata = mx.load(str(whole.folder / "artifacts" / "adapter.safetensors"), return_metadata=True)[1]
     facts = {"family": "tiny", "resolution": "64x64"}
     assert metadata == facts | {"variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
-
-
-def test_the_header_names_the_trigger_and_the_largest_resolution_that_is_trained_at(transformer, tmp_path):
     made = tables()
     for n, (width, height) in enumerate(SHAPES):
         if (width, height) != (64, 64):
