@@ -64,6 +64,7 @@ width = 64
 height = 64
 steps = 2
 """
+TIMED = ("rows.arrow", "state.json")  # of a checkpoint: the time of each step, and the digest of these rows
 SIZES = ((160, 120), (120, 160), (128, 128), (200, 90), (150, 150))
 
 
@@ -203,6 +204,13 @@ def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Tabl
         values = [reader.read(key, tensor.name).tobytes() if size else b"" for key, size in zip(keys, sizes, strict=True)]
         table = table.append_column(f"bytes of {tensor.name}", pa.array(values, pa.large_binary()))
     return table
+
+
+def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
+    """The bytes of a stage's artifacts by name; none where they hold clock times, nor of a full-text index."""
+    root = Project(folder).current(stage_name).folder / "artifacts"
+    files = {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: b"" if path.name in TIMED else path.read_bytes() for name, path in files.items() if ".lance/" not in name}
 
 
 def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:

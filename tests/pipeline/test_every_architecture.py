@@ -19,7 +19,7 @@ from tests import projects
 from tests.checkpoints import SINGLE_FILES, autoencoder_as_single_file
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
 from tests.pipeline.sweeps.test_damage import GROUPS, TENSORS, flip
-from tests.pipeline.test_kill import CLI, artifacts
+from tests.pipeline.test_kill import CLI
 
 # The other tests of kills and damage use FLUX.2's.
 OTHERS = [name for name, record in FAMILIES.items() if record.seeded is not None and record.code != FAMILIES["tiny"].code]
@@ -50,7 +50,7 @@ def test_training_that_is_killed_ends_where_an_unbroken_run_ends(finished: tuple
     assert code == KILLED, said
     projects.latentmill(killed, "run", "train", "--only")
     assert projects.content(killed, "train") == projects.content(unbroken, "train")
-    assert artifacts(killed, "train") == artifacts(unbroken, "train")
+    assert projects.artifacts(killed, "train") == projects.artifacts(unbroken, "train")
 
 
 def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished
     ]
     assert exported[0] == exported[1]
     for name in ("train", "samples"):
-        assert artifacts(folder, name) == artifacts(sound, name)
+        assert projects.artifacts(folder, name) == projects.artifacts(sound, name)
 
 
 def test_single_files_beside_each_other_give_the_tables_of_the_folders(
@@ -90,6 +90,8 @@ def test_single_files_beside_each_other_give_the_tables_of_the_folders(
     projects.build(copy, *CHAIN, "train")
     for name in TABLES:
         assert projects.content(copy, name) == projects.content(sound, name)
-    adapters = [load(artifacts(each, "train")["adapter.safetensors"]) for each in (copy, sound)]  # headers name the weights
+    adapters = [
+        load(projects.artifacts(each, "train")["adapter.safetensors"]) for each in (copy, sound)
+    ]  # headers name the weights
     assert adapters[0].keys() == adapters[1].keys()
     assert all(np.array_equal(value, adapters[1][key]) for key, value in adapters[0].items())

@@ -42,11 +42,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Pa
     return folder
 
 
-def adapter_of(folder: Path) -> bytes:
-    files = (folder / "tables" / "train").rglob("adapter.safetensors")
-    return max(files, key=lambda file: file.stat().st_mtime_ns).read_bytes()
-
-
 @pytest.mark.parametrize("message", [MEMORY, WATCHDOG], ids=["memory", "watchdog"])
 def test_after_an_error_of_metal_the_same_command_ends_with_the_bits_of_an_unbroken_run(message, unbroken, tmp_path, monkeypatch):
     folder = projects.without(unbroken, tmp_path / "p", "train")
@@ -66,7 +61,7 @@ def test_after_an_error_of_metal_the_same_command_ends_with_the_bits_of_an_unbro
     last = "it is computed once more, with MLX's cache freed" if repeated else "the same command goes on."
     assert "Traceback" not in shown and any(line.endswith(last) for line in shown.splitlines())
     projects.latentmill(folder, "run", "train", "--only")
-    assert adapter_of(folder) == adapter_of(unbroken)
+    assert projects.artifacts(folder, "train") == projects.artifacts(unbroken, "train")
     assert projects.content(folder, "train") == projects.content(unbroken, "train")
 
 
@@ -86,7 +81,7 @@ def test_with_f_fullfsync_files_and_folders_are_flushed_by_it_and_the_chain_ends
     folder = projects.copied(unbroken, tmp_path / "p")
     projects.build(folder, *CHAIN)
     assert len(flushed) > 20
-    assert adapter_of(folder) == adapter_of(unbroken)
+    assert projects.artifacts(folder, "train") == projects.artifacts(unbroken, "train")
 
 
 def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(tmp_path, tiny_weights):

@@ -30,7 +30,7 @@ from stages.stage import WorkUnit
 from stages.text_to_image.families import family
 from tests import projects
 from tests.bench.cluster import STAND_IN
-from tests.pipeline.test_work import CLOCKS, artifacts
+from tests.pipeline.test_work import CLOCKS
 from tests.projects import without
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
@@ -119,7 +119,7 @@ def assert_same_table(found: Path, expected: Path, name: str) -> None:
     tables = [projects.content(folder, name) for folder in (found, expected)]
     tables = [table.drop_columns([column for column in CLOCKS if column in table.column_names]) for table in tables]
     assert tables[0] == tables[1]
-    assert artifacts(found, name) == artifacts(expected, name)
+    assert projects.artifacts(found, name) == projects.artifacts(expected, name)
 
 
 def workers() -> list[int]:

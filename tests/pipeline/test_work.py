@@ -98,11 +98,6 @@ def elsewhere() -> Iterator[Callable[[list[WorkUnit]], list[list[Item]]]]:
     process.communicate()
 
 
-def artifacts(folder: Path, name: str) -> dict[str, bytes]:
-    root = Project(folder).current(name).folder / "artifacts"
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def plain(results: list[list[Item]]) -> list:
     """Without what clocks decide: some columns, and the stored latents of `samples`, which say their time."""
     items = [item for each in results for item in each]
@@ -142,7 +137,7 @@ def test_units_computed_in_another_process_or_from_shipped_files_alone_give_the_
     clocks = [column for column in ("inode", "mtime_ns") if name == "images"]
     expected, found = (projects.content(each, name).drop_columns(clocks) for each in (ordinary, folder))
     assert found == expected
-    assert artifacts(folder, name) == artifacts(ordinary, name)
+    assert projects.artifacts(folder, name) == projects.artifacts(ordinary, name)
     assert projects.build(folder, name)[name].up_to_date
     for hidden in (folder, weights):
         shutil.rmtree(hidden, ignore_errors=True)
