@@ -78,17 +78,14 @@ def test_a_weight_that_an_adapter_needs_and_the_model_lacks_is_an_error(weights:
         merge_all(without, arrays, scales)
 
 
-@pytest.mark.parametrize(
-    "metadata", [{"scales": "[" * 60_000}, {"scales": "[]"}, {"alpha": "4", "linears": "7"}, {"alpha": "{}"}]
-)
-def test_an_adapter_with_a_hostile_header_is_one_line(
-    metadata: dict[str, str], weights: dict[str, mx.array], tmp_path: Path
-) -> None:
+def test_an_adapter_with_a_hostile_header_is_one_line(weights: dict[str, mx.array], tmp_path: Path) -> None:
     write(tmp_path / "good.safetensors", ("q",), weights)
-    mx.save_safetensors(str(tmp_path / "a.safetensors"), dict(mx.load(str(tmp_path / "good.safetensors"))), metadata)
-    with pytest.raises(ValueError, match=r"a\.safetensors: .") as error:
-        read_adapter(tmp_path / "a.safetensors", T5(SIZES, weights).linears())
-    assert "\n" not in str(error.value)
+    arrays = dict(mx.load(str(tmp_path / "good.safetensors")))
+    for header in ({"scales": "[" * 60_000}, {"scales": "[]"}, {"alpha": "4", "linears": "7"}, {"alpha": "{}"}):
+        mx.save_safetensors(str(tmp_path / "a.safetensors"), arrays, header)
+        with pytest.raises(ValueError, match=r"a\.safetensors: .") as error:
+            read_adapter(tmp_path / "a.safetensors", T5(SIZES, weights).linears())
+        assert "\n" not in str(error.value)
 
 
 def test_a_part_of_the_strength_is_that_part_of_the_way_from_the_base_to_the_tuned_weights(

@@ -27,8 +27,8 @@ class RandomEncoder:
         return [(each / np.linalg.norm(each, axis=1, keepdims=True)).astype(np.float32) for each in found]
 
 
-def artifacts(folder: Path, **overrides: object) -> Path:
-    return Project(folder, overrides).current("index").folder / "artifacts"
+def artifacts(folder: Path) -> Path:
+    return Project(folder).current("index").folder / "artifacts"
 
 
 def searcher(folder: Path, **options: object) -> Searcher:
@@ -198,7 +198,7 @@ def test_a_tuned_encoder_is_searched_only_if_it_answers_held_out_queries_better_
         choose({"1a2b", "3c4d"}, "better")
 
 
-def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, monkeypatch):
+def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed):
     from click.testing import CliRunner
 
     from pipeline.commands.retrieval.search import command

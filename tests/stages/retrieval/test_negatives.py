@@ -76,8 +76,5 @@ def test_negatives_of_an_encoder_are_the_documents_that_its_vectors_rank_high(fo
         (query,), (document,) = (encoder.encode_ids([np.asarray(tokens[text_id], np.int32)]) for text_id in texts)
         products = query @ document.astype(np.float16).astype(np.float32).T
         assert row["score"] == pytest.approx(products.max(axis=1).mean(), abs=1e-4)
-
-
-def test_a_file_that_is_not_there_is_one_line(indexed, tmp_path):
     with pytest.raises(ValueError, match=r'negatives.encoder must be "", "base" or an adapter file, got none: there is no file'):
-        run(indexed, "negatives", overrides={"negatives.encoder": "none"})
+        run(folder, "negatives", overrides={"negatives.encoder": "none"})

@@ -17,20 +17,16 @@ from tests.stages.models.test_gguf import file_of
 TINY = family("tiny")
 
 
-def digests(folder: Path) -> dict[str, str]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+def test_one_seed_gives_the_same_bytes_on_every_machine_and_another_does_not(tiny_weights: Path, tmp_path: Path) -> None:
+    def digests(folder: Path) -> dict[str, str]:
+        files = sorted(p for p in folder.rglob("*") if p.is_file())
+        return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
-
-def test_one_seed_gives_the_same_bytes_and_another_does_not(tiny_weights: Path, tmp_path: Path) -> None:
-    TINY.architecture.write_random_weights(tmp_path / "again", TINY, 0)
-    assert digests(tmp_path / "again") == digests(tiny_weights)
-    TINY.architecture.write_random_weights(tmp_path / "other", TINY, 1)
-    differing = {name for name, digest in digests(tmp_path / "other").items() if digest != digests(tiny_weights)[name]}
-    assert differing == {name for name in digests(tiny_weights) if name.endswith(".safetensors")}
-
-
-def test_random_weights_are_equal_on_every_machine() -> None:
+    for name, seed in (("again", 0), ("other", 1)):
+        TINY.architecture.write_random_weights(tmp_path / name, TINY, seed)
+    first, again, other = (digests(folder) for folder in (tiny_weights, tmp_path / "again", tmp_path / "other"))
+    assert again == first
+    assert {name for name in first if other[name] != first[name]} == {name for name in first if name.endswith(".safetensors")}
     values = random_weights.weight("transformer.proj_out.weight", (128, 64), 0)
     assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == "4d85ff08bd6099f8"
 

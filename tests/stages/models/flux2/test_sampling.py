@@ -34,13 +34,10 @@ def test_the_noise_levels_are_those_of_diffusers(tokens: int) -> None:
         np.testing.assert_allclose(sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
 
 
-def test_zero_steps_are_refused() -> None:
+@pytest.mark.parametrize(("height", "width", "message"), [(40, 32, r"height .* got 40"), (32, 0, r"width .* got 0")])
+def test_zero_steps_and_sizes_that_are_no_multiples_of_16_pixels_are_refused(height: int, width: int, message: str) -> None:
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
         sigmas(1024, 0)
-
-
-@pytest.mark.parametrize(("height", "width", "message"), [(40, 32, r"height .* got 40"), (32, 0, r"width .* got 0")])
-def test_an_image_is_drawn_in_multiples_of_16_pixels_only(height: int, width: int, message: str) -> None:
     tiny = family("tiny")
     model = tiny.architecture.meta_transformer(Flux2Config.from_dict(tiny.transformer), mx.float32)
     text_1TJ = mx.zeros((1, 3, model.config.joint_attention_dim))
