@@ -11,7 +11,7 @@ import pytest
 from stages.text_to_image.samples.stage import chosen_checkpoints
 from stages.tuner import checkpoint
 from stages.tuner.control import Control
-from tests.stages.tuner.toy import CONFIG, ToyRun, ToyTask
+from tests.stages.tuner.toy import A_MINUTE_A_READING, CONFIG, ToyRun, ToyTask
 
 UNMEASURED = replace(CONFIG, validation=None)
 
@@ -21,14 +21,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
     return ToyRun(tmp_path_factory.mktemp("whole") / "artifacts", UNMEASURED).go()
 
 
-def controlled(run: ToyRun, files: dict[int, str]) -> Callable[[int], None]:
-    """A function for `ToyRun.go` that makes a control file appear after each of these steps."""
-
-    def after(step: int) -> None:
-        if name := files.pop(step, ""):
-            (run.folder / name).touch()
-
-    return after
+def controlled(run: ToyRun, step: int, name: str) -> Callable[[int], None]:
+    """A function for `ToyRun.go` that makes a control file appear after a step."""
+    return lambda done: (run.folder / name).touch() if done == step else None
 
 
 def steps(run: ToyRun) -> list[int]:
@@ -37,7 +32,7 @@ def steps(run: ToyRun) -> list[int]:
 
 def test_the_file_stop_ends_the_run_after_the_step_with_a_checkpoint_and_is_removed(whole, tmp_path):
     run = ToyRun(tmp_path, UNMEASURED)
-    run.go(after=controlled(run, {1: "stop"}))
+    run.go(after=controlled(run, 1, "stop"))
     assert run.reasons == ["stopped by the file `stop`"]
     assert (steps(run), max(step for step, _, _ in run.stored)) == ([2], 2)
     assert not (tmp_path / "stop").exists()
@@ -58,7 +53,7 @@ def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(tmp_path):
 @pytest.mark.parametrize(("after", "saved"), [(1, [2, 3, 6, 7]), (2, [3, 6, 7])])
 def test_the_file_checkpoint_adds_one_where_there_is_none_and_changes_nothing_else(after, saved, whole, tmp_path):
     run = ToyRun(tmp_path, UNMEASURED)
-    run.go(after=controlled(run, {after: "checkpoint"}))
+    run.go(after=controlled(run, after, "checkpoint"))
     assert (run.reasons, steps(run)) == ([], saved)
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
@@ -72,7 +67,7 @@ def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(who
         if len(waits) == 3:
             (tmp_path / "pause").unlink()
 
-    run.go(after=controlled(run, {1: "pause"}), sleep=sleep)
+    run.go(after=controlled(run, 1, "pause"), sleep=sleep)
     assert (run.reasons, waits) == ([], [[2]] * 3)
     assert [line for line in run.lines if line.startswith("paused; remove ")]
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
@@ -80,7 +75,7 @@ def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(who
 
 def test_a_pause_ends_with_the_file_stop_too(tmp_path):
     run = ToyRun(tmp_path, UNMEASURED)
-    run.go(after=controlled(run, {1: "pause"}), sleep=lambda seconds: (tmp_path / "stop").touch())
+    run.go(after=controlled(run, 1, "pause"), sleep=lambda seconds: (tmp_path / "stop").touch())
     assert (run.reasons, steps(run)) == (["stopped by the file `stop`"], [2])
 
 
@@ -99,8 +94,7 @@ def test_a_segment_of_minutes_ends_after_the_step_in_which_they_are_over(tmp_pat
 def test_a_checkpoint_is_written_when_the_last_one_is_old_and_only_the_newest_of_that_kind_is_kept(whole, tmp_path):
     config = replace(UNMEASURED, checkpoint_every=1000, checkpoint_minutes=2.0)
     run = ToyRun(tmp_path, config)
-    minutes = iter(range(10_000))  # a step takes a few readings of the clock
-    run.go(clock=lambda: 60.0 * next(minutes))
+    run.go(clock=A_MINUTE_A_READING)
     last = run.config.steps
     timed = [saved.step for saved in checkpoint.find_checkpoints(run.folder) if saved.state.get("timed")]
     assert steps(run)[-1] == last and len(timed) == 1 and timed[0] < last
@@ -109,8 +103,7 @@ def test_a_checkpoint_is_written_when_the_last_one_is_old_and_only_the_newest_of
 
 def test_a_kill_that_loses_rows_of_a_deleted_timed_checkpoint_loses_no_step(whole, tmp_path):
     run = ToyRun(tmp_path, replace(UNMEASURED, checkpoint_every=1000, checkpoint_minutes=1e-9))
-    minutes = iter(range(10_000))
-    run.go(kill_at=6, lose=3 * 8, clock=lambda: 60.0 * next(minutes))
+    run.go(kill_at=6, lose=3 * 8, clock=A_MINUTE_A_READING)
     assert steps(run) == [6] and max(row["step"] for row in run.rows) == 3
     run.go()
     assert "; steps 7 to 7: " in run.lines[-2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from stages.tuner.memory import MemoryPlan, after_shortage
 from stages.tuner.optimizers.step import OptimizerStep
 from stages.tuner.ranks import Ranks
 from stages.tuner.replay import remake_checkpoints
-from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, Contrast, ToyEstimator, ToyRun, ToyTask, read_pairs
+from tests.stages.tuner.toy import A_MINUTE_A_READING, CONFIG, HELD, PAIRS, Contrast, ToyEstimator, ToyRun, ToyTask, read_pairs
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +38,18 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
 
 
 @pytest.mark.parametrize(
-    ("kill_at", "lose", "told"),
+    ("kill_at", "lose", "steps", "told"),
     [
-        (5, 0, "steps 4 to 7: steps 4 to 5 are computed again, from the checkpoint of step 3, with the same result"),
-        (3, 1, "steps 4 to 7: the checkpoint of step 3 holds also what the table lacks"),
-        (3, 0, "steps 4 to 7"),
+        (5, 0, 7, "steps 4 to 7: steps 4 to 5 are computed again, from the checkpoint of step 3, with the same result"),
+        (3, 1, 7, "steps 4 to 7: the checkpoint of step 3 holds also what the table lacks"),
+        (3, 0, 7, "steps 4 to 7"),
+        (5, 0, 4, "steps 4 to 4: step 4 is computed again, from the checkpoint of step 3, with the same result"),  # none beyond
     ],
 )
-def test_a_run_that_goes_on_after_a_kill_says_why_it_does_not_after_the_last_stored_step(kill_at, lose, told, tmp_path):
+def test_a_run_that_goes_on_after_a_kill_says_why_it_does_not_after_the_last_stored_step(kill_at, lose, steps, told, tmp_path):
     run = ToyRun(tmp_path, replace(CONFIG, validation=None)).go(kill_at=kill_at, lose=lose)
+    run.config = replace(run.config, steps=steps)
     run.lines.clear()
-    assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
-
-
-def test_a_run_made_shorter_tells_of_no_step_beyond_its_end(tmp_path):
-    run = ToyRun(tmp_path, replace(CONFIG, validation=None)).go(kill_at=5)
-    run.config = replace(run.config, steps=4)
-    run.lines.clear()
-    told = "steps 4 to 4: step 4 is computed again, from the checkpoint of step 3, with the same result"
     assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
 
 
@@ -75,8 +70,7 @@ def test_mlx_is_configured_after_the_ranks_are_connected_and_before_their_first_
 
 def test_a_damaged_checkpoint_is_made_again_with_all_that_its_state_says(tmp_path):
     config = replace(CONFIG, checkpoint_every=1000, checkpoint_minutes=1e-9, validation=None)
-    minutes = iter(range(10_000))
-    run = ToyRun(tmp_path, config).go(kill_at=5, clock=lambda: 60.0 * next(minutes))
+    run = ToyRun(tmp_path, config).go(kill_at=5, clock=A_MINUTE_A_READING)
     (saved,) = checkpoint.find_checkpoints(run.folder)
     before = {path.name: path.read_bytes() for path in saved.folder.iterdir()}
     (saved.folder / checkpoint.ADAPTER).write_bytes(b"short")
@@ -185,16 +179,28 @@ def fail(monkeypatch, place, times=10**6):
     return lambda done: armed.__setitem__(0, done >= 3)
 
 
-@pytest.mark.parametrize(("times", "plan"), [(1, "whole"), (2, 2), (3, "blocks")])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_step_without_memory_is_repeated_and_then_goes_on_with_a_smaller_plan(place, times, plan, whole, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def with_plan_after(tmp_path_factory):
+    """A function (plan, step) -> a run that computes by this plan after the step."""
+
+    @functools.cache
+    def run(plan, step):
+        first = ToyRun(tmp_path_factory.mktemp("plan") / "run", replace(CONFIG, checkpoint_every=step)).go(kill_at=step)
+        first.config = replace(first.config, memory=plan)
+        return first.go()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("place", "times", "plan"),
+    [*((place, 3, "blocks") for place in PLACES), ("the optimizer's step, half done", 1, "whole"), ("a measurement", 2, 2)],
+)
+def test_a_step_without_memory_is_repeated_and_then_goes_on_with_a_smaller_plan(
+    place, times, plan, whole, with_plan_after, tmp_path, monkeypatch
+):
     last = 4 if place == "a measurement" else 3  # finished step
-    expected = whole
-    if plan != "whole":
-        config = replace(CONFIG, checkpoint_every=last)
-        expected = ToyRun(tmp_path / "expected", config).go(kill_at=last)
-        expected.config = replace(config, memory=plan)
-        expected.go()
+    expected = whole if plan == "whole" else with_plan_after(plan, last)
     run, cleared, real = ToyRun(tmp_path / "run"), [], mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", lambda: [cleared.append(1), real()][1])
     run.go(after=fail(monkeypatch, place, times))
@@ -206,7 +212,7 @@ def test_a_step_without_memory_is_repeated_and_then_goes_on_with_a_smaller_plan(
     assert len(said) == times and all(way in line for way, line in zip(ways, said, strict=False))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["the optimizer's step, half done", "a measurement"])
 def test_a_run_that_finds_no_memory_at_all_ends_with_what_would_fit_and_keeps_its_last_finished_step(
     place, whole, tmp_path, monkeypatch
 ):

@@ -118,8 +118,8 @@ def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, wi
 )
 def test_the_estimate_counts_what_a_variant_keeps_beyond_lora(variant, rank, plan):
     (plain, least), (found, most) = (
-        estimate_and_measure(4, 64, 20, 4, 4, "lora", plan),
-        estimate_and_measure(4, 64, 20, 4, rank, variant, plan),
+        estimate_and_measure(*MODELS[1], 4, "lora", plan),
+        estimate_and_measure(*MODELS[1], rank, variant, plan),
     )
     expected = found.memory(plan).peak - found.held - (plain.memory(plan).peak - plain.held)
     assert expected == pytest.approx(most - found.held - (least - plain.held), rel=0.4)

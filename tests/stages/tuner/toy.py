@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ SCHEMA = pa.schema(
         pa.field("remark", pa.string(), nullable=True),
     ]
 )
+A_MINUTE_A_READING = functools.partial(next, itertools.count(0.0, 60.0))  # a clock; a step takes a few readings
 COMPARED = ("step", "split", "sample", "pair", "loss", "lr", "grad_norm", "remark")  # columns in which equal runs agree
 
 
@@ -174,7 +176,6 @@ class ToyTask:
         self.metadata = {"made_by": "toy"}
         self.expected_loss = None
         self.order = Order([LENGTH] * (PAIRS - len(HELD)), config.batch_size, config.seed, config.accumulate)
-        self.loaded = 0
 
     def sizes(self, step: int) -> list[int]:
         return [len(batch.rows) for batch in self.order.step(step)]
@@ -201,7 +202,6 @@ class ToyTask:
         return None
 
     def load_model(self) -> Encoder:
-        self.loaded += 1
         return Encoder()
 
 
@@ -214,7 +214,6 @@ class ToyRun:
     stored: dict[Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
     lines: list[str] = dataclasses.field(default_factory=list)
     reasons: list[str] = dataclasses.field(default_factory=list)
-    loaded: int = 0
 
     def context(self, task: ToyTask, stop: Callable[[], bool] = lambda: False) -> Run[Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +247,6 @@ class ToyRun:
             if kill_at is not None and yielded[-1]["step"] >= kill_at:
                 running.close()
                 break
-        self.loaded += task.loaded
         self.stored |= {row_key(row): row for row in yielded[: len(yielded) - lose]}
         return self
 
