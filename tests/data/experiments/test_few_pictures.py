@@ -10,7 +10,8 @@ from data.research.experiments.few_pictures import MaskedForward, masks_of
 from pipeline.project.project import Project
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import BlockwiseForward
-from tests.stages.tuner.adapters.variants import adapted, batch, tiny
+from tests.stages.tuner.adapters.variants import adapted, tiny
+from tests.stages.tuner.blockwise.test_backprop import batch
 
 
 def test_a_picture_drawn_with_the_mask_has_the_ranks_of_its_noise_level_in_both_halves_of_an_orthogonal_start():

@@ -15,23 +15,22 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge, product
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, start_from_adapter, target_scales, target_weights
 from stages.tuner.blockwise import backprop
-from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.blockwise.backprop import loss_and_grads, model_forward
 from stages.tuner.weights import pack, pack_if_possible, unpacked
 from tests.stages.tuner.adapters.variants import (
     CONFIG,
     IN,
-    LOSS,
     OUT,
     PEFT_NAMES,
     VARIANTS,
     adapted,
-    batch,
     in_peft,
     normal,
     targets_of,
+    tiny,
     trained,
 )
-from tests.stages.tuner.blockwise.test_backprop import Toy, assert_same, packed_and_dense, whole_graph_gradients
+from tests.stages.tuner.blockwise.test_backprop import Toy, assert_same, batch, loss_of, packed_and_dense, whole_graph_gradients
 
 
 def test_values_go_to_the_block_whose_whole_name_begins_their_key_in_the_order_of_the_keys():
@@ -85,14 +84,13 @@ def test_a_fresh_adapter_changes_no_bit_of_the_output(variant, dtype, bits):
     assert {name.removeprefix("q"): a.shape for name, a in fresh.items()} == target[0].shapes
 
 
-@pytest.mark.parametrize("plan", ["whole", "blocks", 2])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(("plan", "bits"), [("whole", 4), ("blocks", 16), (2, 4)])
 @pytest.mark.parametrize("variant", ["lora", "dora", "lokr", "whole lokr"])
 def test_every_plan_gives_the_gradients_of_the_whole_graph(variant, bits, plan):
     model, dense = packed_and_dense(bits, CONFIG)
     adapters, scales = adapted(model, variant)
-    losses_B, grads = loss_and_grads(model, adapters, scales, batch(), LOSS, plan)
-    true_B, true = whole_graph_gradients(dense, adapters, scales, batch(), LOSS)
+    losses_B, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
+    true_B, true = whole_graph_gradients(dense, adapters, scales, batch(), loss_of())
     assert mx.allclose(losses_B, true_B, rtol=1e-6)
     assert_same(grads, true)
     assert {grad.dtype for grad in grads.values()} == {mx.float32}
@@ -179,18 +177,12 @@ def test_a_lokr_has_the_array_shapes_of_pefts_at_every_rank(rank):
     assert {PEFT_NAMES[ending]: shape for ending, shape in target.shapes.items()} == wanted
 
 
-LINEARS = {"block.0.q": (6, 4), "block.0.o": (4, 6), "head.linear": (3, 4)}
-
-
-def chosen(**settings):
-    return select_targets(LINEARS, ("*",), 2, 4.0, whole=("head.linear",), **settings)
+WHOLE = select_targets({"block.0.q": (6, 4), "block.0.o": (4, 6), "head.linear": (3, 4)}, ("*",), 2, 4.0, whole=("head.linear",))
 
 
 def test_a_difference_starts_at_zero_and_is_added_to_the_weight():
-    arrays = fresh_adapter(chosen(), seed=0)
-    assert not mx.any(arrays["head.linear.diff"]).item()
-    rng = np.random.default_rng(0)
-    weight, diff, x = (mx.array(rng.normal(size=shape), mx.float32) for shape in ((3, 4), (3, 4), (5, 4)))
+    assert not mx.any(fresh_adapter(WHOLE, seed=0)["head.linear.diff"]).item()
+    weight, diff, x = normal(1, 3, 4), normal(2, 3, 4), normal(3, 5, 4)
     y = lora.AdaptedLinear({"linear.diff": diff}, {"linear": 1.0})("linear", weight, x)
     assert mx.allclose(y, x @ (weight + diff).T, atol=1e-6).item()
     assert mx.allclose(merge(weight, {lora.DIFF: diff}, 1.0), weight + diff).item()
@@ -198,34 +190,35 @@ def test_a_difference_starts_at_zero_and_is_added_to_the_weight():
 
 
 def test_training_goes_on_from_a_difference_but_not_from_a_lora_of_the_same_linear():
-    targets = chosen()
-    fresh = fresh_adapter(targets, seed=0)
+    fresh = fresh_adapter(WHOLE, seed=0)
     diff = mx.full((3, 4), 0.5)
-    started = start_from_adapter({"head.linear.diff": diff}, {"head.linear": 1.0}, targets, fresh)
+    started = start_from_adapter({"head.linear.diff": diff}, {"head.linear": 1.0}, WHOLE, fresh)
     assert mx.array_equal(started["head.linear.diff"], diff).item()
     pair = {"head.linear" + lora.A: mx.zeros((2, 4)), "head.linear" + lora.B: mx.zeros((3, 2))}
     with pytest.raises(ValueError, match=r"the adapter of head.linear must be a whole difference, got a LoRA"):
-        start_from_adapter(pair, {"head.linear": 1.0}, targets, fresh)
+        start_from_adapter(pair, {"head.linear": 1.0}, WHOLE, fresh)
 
 
 WIDE_OUT, WIDE_IN, RANK = 96, 128, 4
-
-
-def drawn(*shape, seed=0):
-    return mx.random.normal(shape, key=mx.random.key(seed + sum(shape)))
 
 
 def close(found, wanted):
     return all(mx.abs(a - b).max() < 1e-5 * mx.abs(b).max() for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("chunk", [1 << 28, 20 * WIDE_IN * 4])  # a packed weight unpacked as a whole, or 20 rows at a time
+@pytest.mark.parametrize(
+    ("bits", "scale", "chunk"),
+    [
+        (16, 1.0, 1 << 28),
+        (16, 0.5, 1 << 28),
+        (4, 0.5, 1 << 28),
+        (4, 0.5, 20 * WIDE_IN * 4),
+    ],  # the last: unpacked 20 rows at a time
+)
 def test_outputs_and_all_gradients_equal_those_of_plain_operations(bits, scale, chunk, monkeypatch):
     monkeypatch.setattr("stages.tuner.weights.UNPACKED_CHUNK", chunk)
-    weight = pack_if_possible(drawn(WIDE_OUT, WIDE_IN), bits)
-    x, down, up, dy = drawn(2, 5, WIDE_IN), drawn(RANK, WIDE_IN), drawn(WIDE_OUT, RANK), drawn(2, 5, WIDE_OUT, seed=9)
+    weight = pack_if_possible(normal(1, WIDE_OUT, WIDE_IN), bits)
+    x, down, up, dy = normal(2, 2, 5, WIDE_IN), normal(3, RANK, WIDE_IN), normal(4, WIDE_OUT, RANK), normal(5, 2, 5, WIDE_OUT)
 
     def plain(x, down, up):
         return x @ unpacked(weight).T + scale * ((x @ down.T) @ up.T)
@@ -240,7 +233,7 @@ def test_outputs_and_all_gradients_equal_those_of_plain_operations(bits, scale, 
 def test_gradients_alone_do_not_compute_the_product_with_the_weight_again():
     """In a recomputed block nothing else needs the outputs of the last Linear."""
     shapes = (WIDE_OUT, WIDE_IN), (5, WIDE_IN), (RANK, WIDE_IN), (WIDE_OUT, RANK), (5, WIDE_OUT)
-    weight, x, down, up, dy = (drawn(*shape) for shape in shapes)
+    weight, x, down, up, dy = (normal(seed, *shape) for seed, shape in enumerate(shapes))
     mx.eval(weight, x, down, up, dy)
     grads = mx.vjp(lambda x, *pair: product(x, weight, pair), [x, down, up], [dy])[1]
     graph = io.StringIO()
@@ -263,3 +256,23 @@ def test_arrays_that_are_no_complete_adapter_are_refused_by_their_names():
         ValueError, match=r"the arrays .lora_A.weight are not those of a LoRA, a DoRA, a LoKr or a whole difference"
     ):
         lora.linear_shape({lora.A: mx.zeros((4, 8))})
+
+
+def test_every_block_runs_under_the_limit_of_live_memory_and_the_limit_is_restored(monkeypatch):
+    model, seen = tiny(), []
+    real = backprop.dispatch
+    monkeypatch.setattr(backprop, "dispatch", lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
+    predict, before = model_forward(model, None), mx.get_memory_limit()
+    predict.live_bytes = 123_456_789
+    predict(**batch())
+    assert seen == [123_456_789] * (len(model.blocks) + 2)
+    assert mx.get_memory_limit() == before
+
+
+def test_an_adapter_of_another_model_is_refused_by_the_name_of_its_linear():
+    model = tiny()
+    adapters, scales = adapted(model, "lora")
+    name = next(iter(scales))
+    wrong = {key: value[..., :-1] if key == f"{name}.lora_A.weight" else value for key, value in adapters.items()}
+    with pytest.raises(ValueError, match=f"the adapter's {name} must have the shape"):
+        model_forward(model, (wrong, scales))

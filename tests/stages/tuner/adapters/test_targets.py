@@ -47,11 +47,6 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names():
         selected()
 
 
-def test_alpha_is_the_rank_unless_given():
-    assert target_scales(select_targets(LINEARS, ["*"], 4)) == dict.fromkeys(LINEARS, 1.0)
-    assert target_scales(select_targets(LINEARS, ["*"], 4, 2.0)) == dict.fromkeys(LINEARS, 0.5)
-
-
 def test_the_first_pattern_that_matches_gives_a_linear_its_rank_and_alpha():
     found = select_targets(
         LINEARS, ["*"], 8, ranks={"transformer_blocks.1.*": 2, "attn.to_q": 4, "ff.*": 0}, alphas={"to_out": 3.0, "*": 1.0}
@@ -61,13 +56,19 @@ def test_the_first_pattern_that_matches_gives_a_linear_its_rank_and_alpha():
         "transformer_blocks.1.attn.to_q": (2, 1.0),
         "single_transformer_blocks.0.attn.to_out": (8, 3.0),
     }
-    assert [t.scale for t in select_targets(LINEARS, ["*"], 8, ranks={"to_q": 4})] == [1.0] * 4
-    assert [t.scale for t in select_targets(LINEARS, ["to_q"], 8, 4.0, ranks={"transformer_blocks.1.*": 2})] == [0.5, 2.0]
 
 
-def test_rslora_divides_alpha_by_the_root_of_the_rank():
-    found = select_targets(LINEARS, ["*"], 16, 8.0, ranks={"to_q": 4}, rslora=True)
-    assert [t.scale for t in found] == [4.0, 2.0, 4.0, 2.0]
+@pytest.mark.parametrize(
+    ("alpha", "settings", "scales"),
+    [
+        (None, {}, [1.0] * 4),
+        (None, {"ranks": {"to_q": 4}}, [1.0] * 4),
+        (4.0, {"ranks": {"transformer_blocks.1.*": 4}}, [0.25, 0.25, 1.0, 0.25]),
+        (8.0, {"ranks": {"to_q": 4}, "rslora": True}, [4.0, 2.0, 4.0, 2.0]),
+    ],
+)
+def test_a_scale_is_alpha_over_the_rank_or_with_rslora_its_root_and_1_without_an_alpha(alpha, settings, scales):
+    assert list(target_scales(select_targets(LINEARS, ["*"], 16, alpha, **settings)).values()) == scales
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,6 @@ def test_the_metadata_has_scales_where_alpha_over_rank_is_not_every_linears_scal
 def test_fresh_adapters_are_uniform_within_the_kaiming_bound_and_b_is_zero():
     made = fresh_adapter(select_targets({"wide": (64, 1024)}, ["*"], 64), 0)
     a = np.array(made["wide.lora_A.weight"])
-    assert made["wide.lora_A.weight"].dtype == mx.float32
-    assert a.shape == (64, 1024)
-    assert made["wide.lora_B.weight"].shape == (64, 64)
     assert not np.array(made["wide.lora_B.weight"]).any()
     assert 0.99 / 32 < np.abs(a).max() <= 1 / 32
     assert abs(a.std() * 32 - 1 / np.sqrt(3)) < 0.01  # so PEFT's kaiming_uniform_(a=sqrt(5)) has it
@@ -122,18 +120,14 @@ def test_a_fresh_array_depends_only_on_its_name_and_the_seed():
     assert all(mx.array_equal(value, all_of_them[name]) for name, value in some.items())
 
 
-def close(found: mx.array, wanted: mx.array, bound: float) -> bool:
-    return mx.linalg.norm(found - wanted).item() <= bound * mx.linalg.norm(wanted).item()
-
-
 def outputs(arrays, scales, weight, x):
     return lora.AdaptedLinear(arrays, scales)("q", weight, x)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_starts_with_the_change_of_the_source_at_any_scale_and_larger_rank(variant):
+@pytest.mark.parametrize(("source", "variant"), [*zip(VARIANTS, VARIANTS, strict=True), ("lora", "dora")])
+def test_an_adapter_starts_with_the_change_of_the_source_at_any_scale_and_larger_rank(source, variant):
     weight, x = normal(5, 96, 64), normal(6, 3, 64)
-    old = targets_of({"q": (96, 64)}, variant, rank=2)
+    old = targets_of({"q": (96, 64)}, source, rank=2)
     found = trained(old, {"q": weight})
     settings = {"rank": 5, "alpha": 2.5, **VARIANTS[variant]}
     new = select_targets({"q": (96, 64), "k": (96, 64)}, ["*"], **settings)
@@ -142,32 +136,21 @@ def test_an_adapter_starts_with_the_change_of_the_source_at_any_scale_and_larger
     assert {name: a.shape for name, a in made.items()} == {name: a.shape for name, a in fresh.items()}
     assert all(mx.array_equal(made[name], fresh[name]) for name in made if name.startswith("k."))
     want = outputs(found, target_scales(old), weight, x)
-    assert close(outputs(made, target_scales(new), weight, x), want, 1e-6)
+    assert mx.linalg.norm(outputs(made, target_scales(new), weight, x) - want).item() <= 1e-6 * mx.linalg.norm(want).item()
     if lora.A in new[0].shapes:
         assert mx.abs(made["q" + lora.A]).min(axis=1).max().item() > 0  # every direction can be trained
-
-
-def test_a_lora_may_start_a_dora():
-    weight, x = normal(5, OUT, IN), normal(6, 3, IN)
-    old, new = (targets_of({"q": (OUT, IN)}, name) for name in ("lora", "dora"))
-    found = trained(old, {})
-    made = start_from_adapter(found, target_scales(old), new, fresh_adapter(new, 9, {"q": weight}), {"q": weight})
-    assert lora.MAGNITUDE in lora.arrays_of_linear(made, "q")
-    assert close(outputs(made, target_scales(new), weight, x), outputs(found, target_scales(old), weight, x), 1e-6)
 
 
 def test_a_source_that_does_not_fit_the_targets_is_refused_in_one_line():
     weight = normal(5, OUT, IN)
     targets = {name: targets_of({"blocks.0.q": (OUT, IN)}, name) for name in VARIANTS}
-    sizes = {
-        "large": select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 7),
-        "other": select_targets({"blocks.0.q": (OUT, 8)}, ["*"], 4),
-    }
+    large = select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 7)
+    other = select_targets({"blocks.0.q": (OUT, 8)}, ["*"], 4)
     away = select_targets({"blocks.0.qs": (OUT, IN)}, ["*"], 4)
     wide = select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 64, variant="lokr", factor=2)
     cases = [
-        (sizes["large"], targets["lora"], "must have a rank <= 4, got 7: raise the rank to 7"),
-        (sizes["other"], targets["lora"], r"must be for shape \(48, 32\), got \(48, 8\)"),
+        (large, targets["lora"], "must have a rank <= 4, got 7: raise the rank to 7"),
+        (other, targets["lora"], r"must be for shape \(48, 32\), got \(48, 8\)"),
         (away, targets["lora"], "blocks.0.qs, which is not a target: add it to the targets; did you mean blocks.0.q"),
         (targets["dora"], targets["lora"], "must be a LoRA, got a DoRA"),
         (targets["lokr"], targets["dora"], "must be a DoRA, got a LoKr"),

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.transformer import Flux2, image_ids, text_ids
+from stages.models.flux2.transformer import Flux2
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import merge
 from stages.tuner.adapters.targets import Target, fresh_adapter, select_targets, target_scales, target_weights
@@ -79,27 +79,12 @@ def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target:
 
 
 CONFIG = replace(test_backprop.CONFIG, num_layers=1, num_single_layers=2)
-
-
 tiny = functools.partial(test_backprop.tiny, config=CONFIG)
 
 
 def adapted(model: Flux2, variant: str):
     targets = targets_of(model.linears(), variant)
     return trained(targets, target_weights(model.blocks, targets)), target_scales(targets)
-
-
-def batch() -> dict:
-    return {
-        "x_BLC": normal(1, 2, 12, 8),
-        "x_ids_L4": image_ids(3, 4),
-        "ctx_BTJ": normal(2, 2, 5, 24),
-        "ctx_ids_T4": text_ids(5),
-        "timesteps_B": mx.array([0.3, 0.8]),
-    }
-
-
-LOSS = functools.partial(test_backprop.squared, target=normal(9, 2, 12, 8))
 
 
 def merged_weights(
