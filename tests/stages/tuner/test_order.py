@@ -47,19 +47,12 @@ def test_fewer_rows_than_a_batch_repeat_in_it_equally_often(count, size, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(shapes, sizes, seeds)
-def test_no_row_occurs_twice_in_a_batch_while_others_could_fill_it(shapes, size, seed):
-    size = min(size, len(shapes))
-    order = Order(shapes, size, seed)
-    assert all(len(set(batch.rows)) == size for batch in map(order.batch_at, range(60)))
-
-
-@settings(max_examples=40, deadline=None)
-@given(shapes, sizes, seeds)
-def test_a_batch_has_several_shapes_only_if_one_has_too_few_rows(shapes, size, seed):
+def test_a_batch_has_several_shapes_only_if_one_has_too_few_rows_and_no_row_twice_while_others_could_fill_it(shapes, size, seed):
     order, many = Order(shapes, size, seed), Counter(shapes)
     seen = Counter()
-    for number in range(40):
-        found = Counter(shapes[row] for row in order.batch_at(number).rows)
+    for batch in map(order.batch_at, range(40)):
+        assert size > len(shapes) or len(set(batch.rows)) == size
+        found = Counter(shapes[row] for row in batch.rows)
         assert len(found) == 1 or set(found) <= set(order.sharing)
         for shape, count in found.items():
             seen[shape] = max(seen[shape], count)
@@ -78,8 +71,8 @@ def test_shapes_with_too_few_rows_share_batches_and_take_the_smallest_other_shap
 @given(shapes, sizes, seeds, st.integers(1, 400))
 def test_a_step_is_the_same_whatever_was_asked_before(shapes, size, seed, step):
     order = Order(shapes, size, seed, 2)
-    walked = [order.step(n) for n in range(1, 30)]
-    assert [order.step(n) for n in range(29, 0, -1)] == walked[::-1]
+    walked = [order.step(n) for n in range(1, 13)]
+    assert [order.step(n) for n in range(12, 0, -1)] == walked[::-1]
     alone = Order(shapes, size, seed, 2).step(step)
     assert order.step(step) == alone == Order(shapes, size, seed, 2).step(step)
 
@@ -102,7 +95,6 @@ def test_rows_that_fill_the_batches_of_an_epoch_make_it_a_permutation():
 
 def test_the_order_differs_between_epochs_and_seeds():
     same = [(64, 64)] * 30
-    assert len({tuple(Order(same, 1, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     rows = {tuple(batch.rows for batch in Order(same, 4, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(rows) == 4
 
