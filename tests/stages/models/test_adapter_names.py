@@ -74,3 +74,30 @@ def test_an_adapter_of_another_model_or_without_tensors_is_refused_and_not_drawn
         save_file(arrays, tmp_path / "lora.safetensors")
         with pytest.raises(ValueError, match=message):
             family(name).architecture.read_adapter(tmp_path / "lora.safetensors")
+
+
+@pytest.mark.parametrize("key", ["lora_unet_layers_0_attention_qkv", "diffusion_model.layers.0.attention.qkv"])
+def test_an_adapter_of_z_images_q_k_and_v_in_one_is_taken_apart(key: str, tmp_path: Path) -> None:
+    (a, b), words = pair(18), ("down", "up") if key.startswith("lora_unet") else ("A", "B")
+    save_file({f"{key}.lora_{words[0]}.weight": a, f"{key}.lora_{words[1]}.weight": b}, tmp_path / "lora.safetensors")
+    arrays, scales = family("z-image-tiny").architecture.read_adapter(tmp_path / "lora.safetensors")
+    assert list(scales) == [f"layers.0.attention.{part}" for part in ("to_q", "to_k", "to_v")]
+    deltas = [scale * arrays[f"{name}.lora_B.weight"] @ arrays[f"{name}.lora_A.weight"] for name, scale in scales.items()]
+    np.testing.assert_allclose(np.concatenate(deltas), b @ a, rtol=1e-5)
+
+
+def test_an_adapter_of_flux_3s_last_layer_exchanges_the_halves_of_its_rows(tmp_path: Path) -> None:
+    (a, b), name = pair(), "diffusion_model.final_layer.image.adaLN_modulation.1"
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "lora.safetensors")
+    arrays, _ = family("flux3-tiny").architecture.read_adapter(tmp_path / "lora.safetensors")
+    np.testing.assert_array_equal(np.array(arrays["norm_out.linear.lora_B.weight"]), np.concatenate([b[3:], b[:3]]))
+
+
+@pytest.mark.parametrize("key", ["layers.0.attention.q_norm.diff", "final_layer.linear.diff_b"])
+def test_an_adapter_that_changes_norms_or_biases_is_refused_in_one_line(key: str, tmp_path: Path) -> None:
+    (a, b), stem = pair(), f"diffusion_model.{Q}"
+    whole = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b, f"diffusion_model.{key}": np.ones(6, np.float32)}
+    save_file(whole, tmp_path / "lora.safetensors")
+    said = f"diffusion_model.{key} adds to a whole weight or bias of Z-Image, as no LoRA, DoRA or LoKr does"
+    with pytest.raises(ValueError, match=said):
+        family("z-image-tiny").architecture.read_adapter(tmp_path / "lora.safetensors")

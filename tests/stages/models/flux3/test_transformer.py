@@ -16,9 +16,7 @@ from stages.models.flux3.load import load_transformer, transformer_config
 from stages.models.flux3.transformer import Flux3, Flux3Config, inputs, text_rows
 from stages.models.weights import recognise
 from stages.text_to_image.families import family
-from stages.tuner.blockwise.backprop import loss_and_grads
-from stages.tuner.diffusion import mse
-from tests.checkpoints import flux3_as_single_file, random_model, with_lora
+from tests.checkpoints import flux3_as_single_file, random_model
 
 SIZES: dict[str, Any] = {
     "in_channels": 16,
@@ -33,7 +31,6 @@ SIZES: dict[str, Any] = {
 CLOSE = 1e-5  # relative to the largest value
 SIGMAS = np.array([0.9373, 0.1, 0.5], np.float32)
 TARGETS = np.array([0.8, 0.0, 0.45], np.float32)
-NO_REFERENCES = "mode_blocks.image_cond."
 
 
 def random_reference(**sizes: Any) -> Any:
@@ -105,10 +102,10 @@ def given(size: Any, texts: Any, beside: Any = (), channels: int = 16, features:
     )
 
 
-def check(got: Any, expected: Any, limit: float = CLOSE) -> None:
-    wanted = expected.detach().numpy()
+def check(got: Any, expected: Any) -> None:
+    wanted = expected.numpy()
     assert np.abs(wanted).max() > 0.1
-    assert np.abs(np.array(got) - wanted).max() <= limit * np.abs(wanted).max()
+    assert np.abs(np.array(got) - wanted).max() <= CLOSE * np.abs(wanted).max()
 
 
 def random_case(seed: int) -> tuple[dict[str, Any], Any, Any, Any]:
@@ -145,31 +142,6 @@ def test_the_velocity_is_that_of_diffusers_and_that_of_each_sample_alone(case: s
         one = slice(n, n + 1)
         alone = model(**prepared(x_BChw[one], [text], at[one], to[one], [each[one] for each in shown]))
         check(alone[0], expected[n])
-
-
-@pytest.mark.parametrize(
-    ("plan", "flow_map", "beside"), [("blocks", True, ()), ("blocks", False, ((2, 4),)), ("whole", True, ((2, 4),))]
-)
-def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(plan: str, flow_map: bool, beside: Any) -> None:
-    import torch
-
-    size, texts = (3, 5), (7, 20)
-    x_BChw, words, shown = given(size, texts, beside)
-    target_BLC = rows(given(size, (1, 2))[0])
-    model = ours(random_reference(flow_map=flow_map), bool(beside))
-    names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "linear_in", "linear_out"))]
-    adapted, expected = with_lora(random_reference(flow_map=flow_map), names)
-    loss = (theirs(adapted, x_BChw, words, SIGMAS[:2], TARGETS[:2], shown) - torch.tensor(target_BLC)).square().mean()
-    loss.backward()
-    arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
-    made = prepared(x_BChw, words, SIGMAS[:2], TARGETS[:2], shown)
-    scales, target = dict.fromkeys(names, 2.0), mx.array(target_BLC)
-    losses_B, grads = loss_and_grads(model, arrays, scales, made, lambda v: mse(v, target), plan)
-    assert abs(losses_B.mean().item() - loss.item()) <= 1e-5 * loss.item()
-    assert set(grads) == set(expected) and any(NO_REFERENCES in name for name in grads) == bool(beside)
-    for name, tensor in expected.items():
-        wanted = tensor.grad.numpy()
-        assert np.linalg.norm(np.array(grads[name]) - wanted) <= 1e-4 * np.linalg.norm(wanted), name
 
 
 @pytest.mark.parametrize("flow_map", [False, True])
