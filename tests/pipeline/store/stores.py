@@ -143,12 +143,19 @@ def names(*numbers: int) -> pa.Table:
     return pa.table({"name": pa.array([name_of(n) for n in numbers], pa.string())})
 
 
+def run(table: TableFolder, *batches: pa.RecordBatch, wanted: pa.Table | None = None, **options: int) -> pa.Table:
+    """Append the batches and finish. Returns what was stored before."""
+    with Writer(table, {"stage": table.schema.name}, **options) as writer:
+        stored = writer.stored
+        for batch in batches:
+            writer.append(batch)
+        writer.finish(wanted, {})
+    return stored
+
+
 def written(folder: Path, *numbers: int, shard_bytes: int = 5000, schema: TableSchema = VECTORS) -> TableFolder:
     table = TableFolder(folder, schema)
-    with Writer(table, {"stage": schema.name}, shard_bytes=shard_bytes) as writer:
-        for number in numbers:
-            writer.append(BATCHES[schema.name][1](number))
-        writer.finish(None, {})
+    run(table, *(BATCHES[schema.name][1](number) for number in numbers), shard_bytes=shard_bytes)
     return table
 
 

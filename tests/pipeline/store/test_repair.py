@@ -28,6 +28,7 @@ from tests.pipeline.store.stores import (
     names,
     notes,
     numbers,
+    run,
     state,
     texts,
     vectors,
@@ -51,10 +52,7 @@ def test_an_empty_newest_lance_manifest_loses_the_last_commit_at_most_and_none_t
             writer.append(make(number))
     empty(lance_files(table, "_versions/*.manifest")[0])
     assert table.rows().equals(before)
-    with Writer(table, RECIPE) as writer:
-        assert writer.stored.num_rows == (9 if schema.tensors else 8)
-        writer.append(make(8))
-        writer.finish(None, {})
+    assert run(table, make(8)).num_rows == (9 if schema.tensors else 8)
     assert missing(pa.table(make(*range(9))).select(schema.key), table.rows()).num_rows == 0
     assert table.rows().num_rows == 9
 
@@ -62,9 +60,7 @@ def test_an_empty_newest_lance_manifest_loses_the_last_commit_at_most_and_none_t
 @pytest.mark.parametrize("pattern", ["_versions/*.manifest", "data/*", "*/*"])
 def test_an_index_that_cannot_be_read_at_all_is_rebuilt_from_the_shards(tmp_path: Path, pattern: str):
     table = written(tmp_path / "t", *range(12))
-    with Writer(table, RECIPE) as writer:
-        writer.append(vectors(3, 4, add=1000))  # newer than the rows of the first shard
-        writer.finish(names(*range(8)), {})
+    run(table, vectors(3, 4, add=1000), wanted=names(*range(8)))  # newer than the rows of the first shard
     before = table.rows()
     for path in lance_files(table, pattern):
         empty(path)
@@ -98,10 +94,8 @@ def test_rows_of_a_lost_shard_are_hidden_and_missing_again_and_a_reader_of_them_
         assert "\n" not in str(error.value)
         assert numbers(table.rows()) == numbers(table.committed()) == [*range(5), *range(10, 15)]
         check_tensors(table)
-    with Writer(table, RECIPE) as writer:
-        assert numbers(missing(names(*range(15)), writer.stored)) == [5, 6, 7, 8, 9]
-        writer.append(vectors(5, 6, 7, 8, 9))
-        writer.finish(names(*range(15)), {})
+    stored = run(table, vectors(5, 6, 7, 8, 9), wanted=names(*range(15)))
+    assert numbers(missing(names(*range(15)), stored)) == [5, 6, 7, 8, 9]
     assert numbers(table.rows()) == list(range(15))
     check_tensors(table)
 
@@ -111,72 +105,61 @@ def test_the_rows_of_a_shard_that_the_index_does_not_name_are_added(tmp_path: Pa
     other = written(tmp_path / "other", 2, 3)
     for path in other.shards.glob("*.arrow"):
         shutil.copy(path, table.shards / f"00000002-{path.name[9:]}")
-    with Writer(table, RECIPE) as writer:
-        assert sorted(numbers(writer.stored)) == [1, 2, 3]
-        writer.finish(None, {})
+    assert sorted(numbers(run(table))) == [1, 2, 3]
     check_tensors(table)
     (table.shards / ".tmp-1-00000009-x.arrow").mkdir()  # of a killed writer: no shard
     assert list(table.examine()) == [] and table.usage()["shards"] == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": 1}'])
-def test_a_damaged_manifest_is_reported_and_rewritten_by_the_next_run(tmp_path: Path, content: bytes):
+def test_a_damaged_manifest_is_reported_and_rewritten_by_the_next_run(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
-    (table.folder / "manifest.json").write_bytes(content)
-    assert not table.exists
-    with pytest.raises(ValueError, match=r"manifest.json is damaged \(.*\); run the stage again"):
-        table.rows()
-    with Writer(table, RECIPE) as writer:
-        assert numbers(writer.stored) == [1, 2]
-        writer.finish(None, {})
-    assert numbers(table.rows()) == [1, 2]
+    before, content = table.manifest(), table.manifest_file.read_bytes()
+    for place in range(0, len(content), 7):
+        flip(table.manifest_file, place)
+        try:
+            assert TableFolder(table.folder, table.schema).manifest() == before  # a space or a line end
+        except ValueError as error:
+            assert "is damaged" in str(error)
+        table.manifest_file.write_bytes(content)
+    for damage in (b"", b"{", b"[]", b'{"rows": 1}'):
+        table.manifest_file.write_bytes(damage)
+        assert not table.exists
+        with pytest.raises(ValueError, match=r"manifest.json is damaged \(.*\); run the stage again"):
+            table.rows()
+        assert numbers(run(table)) == numbers(table.rows()) == [1, 2]
 
 
-@pytest.mark.parametrize("schema", [None, PAIRS])
-def test_a_flipped_bit_in_a_tensor_is_noticed_when_that_row_is_read_and_in_no_other_row(tmp_path: Path, schema):
-    table = written(tmp_path / "t", *range(5), **({"schema": schema} if schema else {}))
-    row = table.rows().to_pylist()[2]
-    tensor = table.schema.tensors[-1]
+@pytest.mark.parametrize("schema", [VECTORS, PAIRS])
+def test_a_flipped_bit_in_a_tensor_is_noticed_when_that_row_is_read_also_after_a_cleaning_that_moves_it(tmp_path: Path, schema):
+    table = written(tmp_path / "t", *range(5), schema=schema)
+    row, tensor = table.rows().to_pylist()[2], schema.tensors[-1]
     flip(table.shards / row["shard"], row[tensor.offset] + 3)
     reader = table.tensors()
-    with pytest.raises(
-        ValueError, match=rf"{table.schema.name}: .* row row-00002 in .*arrow .*checksum; run: latentmill"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{schema.name}: .* row row-00002 in .*arrow .*checksum; run: latentmill") as error:
         reader.read("row-00002", tensor.name)
     assert "\n" not in str(error.value)
     assert [int(reader.read(f"row-{n:05d}", tensor.name).max()) for n in (0, 1, 3, 4)] == [0, 1, 3, 4]
-
-
-def test_cleaning_moves_a_damaged_tensor_with_its_old_checksum(tmp_path: Path):
-    table = written(tmp_path / "t", *range(5))
-    row = table.rows().to_pylist()[2]
-    flip(table.shards / row["shard"], row["byte_offset"] + 3)
+    run(table, wanted=names(2))
     with Writer(table, {}) as writer:
-        writer.finish(names(2), {})
         assert writer.collect() > 0
     assert numbers(table.rows()) == [2]
     with pytest.raises(ValueError, match="differs from its checksum"):
-        table.tensors().read("row-00002")
+        table.tensors().read("row-00002", tensor.name)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("pattern", ["_versions/*.manifest", "data/*", "_transactions/*"])
 def test_a_damaged_lance_file_is_no_full_disk_and_prints_nothing(tmp_path: Path, pattern: str, kind: str, capfd):
     table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, {}, flush_seconds=0) as writer:
-        writer.append(notes(1, 2))
-        writer.finish(None, {})
+    run(table, notes(1, 2), flush_seconds=0)
     for path in lance_files(table, pattern):
         DAMAGE[kind](path)
     try:
         assert texts(table) == ["text 1", "text 2"]
     except ValueError as error:
         assert "run the stage again" in str(error) and "\n" not in str(error)
-    with Writer(table, {}) as writer:
-        if writer.stored.num_rows == 0:
-            writer.append(notes(1, 2))
-        writer.append(notes(3))
-        writer.finish(None, {})
+    if run(table, notes(3)).num_rows == 0:
+        run(table, notes(1, 2))
     assert texts(table) == ["text 1", "text 2", "text 3"]
     assert capfd.readouterr().err == ""
 
@@ -187,8 +170,7 @@ def test_a_row_whose_file_is_damaged_is_missing_and_only_that_row(tmp_path: Path
     DAMAGE[kind](table.folder / "artifacts" / "2.txt")
     if kind != "flipped":
         assert table.rows()["name"].to_pylist() == table.committed()["name"].to_pylist() == ["1", "3"]
-    with Writer(table, {}) as writer:
-        assert writer.stored["name"].to_pylist() == ["1", "3"]
+    assert run(table)["name"].to_pylist() == ["1", "3"]
 
 
 def test_cleaning_deletes_the_files_of_deleted_rows_and_those_that_no_row_names(tmp_path: Path):
@@ -215,18 +197,6 @@ def test_a_damaged_file_that_no_row_names_is_set_aside_and_its_bytes_are_kept(tm
     assert (table.folder / "damaged" / "artifacts" / "grid.png").read_bytes() == damaged
 
 
-def test_a_flipped_bit_in_a_manifest_is_noticed(tmp_path: Path):
-    table = written(tmp_path / "t", 1, 2)
-    before, content = table.manifest(), table.manifest_file.read_bytes()
-    for place in range(0, len(content), 7):
-        flip(table.manifest_file, place)
-        try:
-            assert TableFolder(table.folder, table.schema).manifest() == before  # a space or a line end
-        except ValueError as error:
-            assert "is damaged" in str(error)
-        table.manifest_file.write_bytes(content)
-
-
 def test_damaged_lines_of_the_checksums_are_ignored_and_new_ones_are_readable_after_a_torn_line(tmp_path: Path):
     checksums = Checksums(tmp_path)
     for number in range(20):
@@ -246,9 +216,7 @@ def test_checksums_of_deleted_files_do_not_pile_up(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("pipeline.store.checksums.SLACK", 4)
     table = TableFolder(tmp_path / "t", NOTES)
     for turn in range(12):
-        with Writer(table, {}) as writer:
-            writer.append(notes(turn))
-            writer.finish(None, {})
+        run(table, notes(turn))
     assert len(table.checksums.file.read_text().splitlines()) < 20
 
 
@@ -271,8 +239,7 @@ def test_rows_of_a_commit_that_a_power_cut_broke_off_are_never_read(tmp_path: Pa
     table = TableFolder(table.folder, NOTES)
     assert table.committed().num_rows == first
     assert list(table.examine()) == []
-    with Writer(table, {}) as writer:
-        assert writer.stored.num_rows == first
+    assert run(table).num_rows == first
 
 
 @pytest.mark.parametrize("error", [MemoryError(), TypeError("a mistake"), AssertionError()])
@@ -312,8 +279,7 @@ def test_a_finished_table_keeps_its_rows_when_its_checksums_are_lost(tmp_path: P
     table = written(tmp_path / "t", 1, 2, schema=NOTES)
     table.checksums.file.unlink()
     assert texts(table) == ["text 1", "text 2"] and list(table.examine()) == []
-    with Writer(table, {}) as writer:
-        assert writer.stored.num_rows == 2
+    assert run(table).num_rows == 2
 
 
 def test_a_table_with_other_columns_is_named_with_what_to_do_and_nothing_of_it_is_changed(tmp_path: Path):

@@ -18,13 +18,9 @@ from pipeline.project.tables import Table
 from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_shard_index, write_shard
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import STORED_AS, TableSchema, column, tensor
-from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, vectors
+from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, run, vectors
 
 EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
-
-
-def write(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
-    return write_shard(folder, pa.Table.from_batches([batch.cast(VECTORS.batch) for batch in batches]), VECTORS)
 
 
 def resident(kind: str) -> int:
@@ -37,16 +33,13 @@ def resident(kind: str) -> int:
     return int(psutil.Process().memory_full_info().uss) if kind == "RssAnon" else 0
 
 
-def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
-    rows = write(tmp_path, vectors(*range(100)), vectors(200, words=10))
+def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows_and_a_tensor_lies_where_its_row_says(tmp_path: Path):
+    batches = [*(vectors(number) for number in range(149)), vectors(200, words=10)]
+    rows = write_shard(tmp_path, pa.Table.from_batches([batch.cast(VECTORS.batch) for batch in batches]), VECTORS)
     assert rows.schema.equals(VECTORS.stored, check_metadata=True)
     for row in rows.to_pylist():
         found = np.fromfile(tmp_path / "shards" / row["shard"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
         assert found.size == np.prod(row["shape"]) and np.all(found == row["number"])
-
-
-def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
-    rows = write(tmp_path, *(vectors(number) for number in range(150)))
     with pa.ipc.open_file(str(tmp_path / "shards" / rows["shard"][0].as_py())) as file:
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
         assert file.schema.equals(VECTORS.shard)
@@ -54,10 +47,7 @@ def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
 
 def test_a_shard_has_a_limited_size_and_a_larger_row_gets_a_shard_of_its_own(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with Writer(table, {}, shard_bytes=5000) as writer:
-        writer.append(vectors(*range(23)))  # 23,000 bytes at once
-        writer.append(vectors(50, words=5000))
-        writer.finish(None, {})
+    run(table, vectors(*range(23)), vectors(50, words=5000), shard_bytes=5000)  # 23,000 bytes at once
     counts = {row["values"]: row["counts"] for row in table.rows()["shard"].value_counts().to_pylist()}
     assert sorted(counts.values()) == [1, 3, 5, 5, 5, 5]
     check_tensors(table)
@@ -72,10 +62,7 @@ def test_a_file_that_is_not_a_shard_of_the_table_is_named(tmp_path: Path):
 
 def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with Writer(table, {}) as writer:
-        writer.append(pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch))
-        writer.append(vectors(1))
-        writer.finish(None, {})
+    run(table, pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(1))
     reader = table.tensors()
     reader.ahead(["none", name_of(1)])
     with pytest.raises(ValueError, match="row none has no tensor"):
@@ -102,11 +89,12 @@ def test_views_are_valid_until_the_next_ahead_and_open_files_stay_few_over_many_
 @pytest.mark.slow
 def test_reading_a_table_of_128_megabytes_leaves_memory_flat(tmp_path: Path):
     words = 1 << 19  # 1 MiB a row
-    with Writer(TableFolder(tmp_path / "t", VECTORS), {}) as writer:
+    table = TableFolder(tmp_path / "t", VECTORS)
+    with Writer(table, {}) as writer:
         for start in range(0, 128, 16):
             writer.append(vectors(*range(start, start + 16), words=words))
         writer.finish(None, {})
-    reader = TableFolder(tmp_path / "t", VECTORS).tensors()
+    reader = table.tensors()
     order = [name_of(i) for i in np.random.default_rng(7).permutation(128)]
     own, mapped, files = [], [], resident("RssFile")
     for at in range(0, 128, 4):
@@ -193,8 +181,7 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
 def test_the_python_api_shows_16_bit_words_as_the_floats_that_they_are(tmp_path: Path, dtype: str):
     schema = schema_of([dtype])
     row = row_of(schema, 0, [[2, 3]])
-    with Writer(TableFolder(tmp_path / "t", schema), {}) as writer:
-        writer.append(schema.record_batch([row]))
-        writer.finish(None, {})
-    values = Table(TableFolder(tmp_path / "t", schema))["row 0"]
+    table = TableFolder(tmp_path / "t", schema)
+    run(table, schema.record_batch([row]))
+    values = Table(table)["row 0"]
     assert (values.dtype.name, values.shape, values.tobytes()) == (dtype, (2, 3), row["t0"].tobytes())

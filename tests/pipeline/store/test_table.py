@@ -30,6 +30,7 @@ from tests.pipeline.store.stores import (
     names,
     notes,
     numbers,
+    run,
     state,
     texts,
     vectors,
@@ -206,9 +207,8 @@ def test_a_run_that_changes_few_rows_of_a_table_with_long_columns_writes_no_othe
 
 def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(1, 2, 3))
-        writer.finish(pa.table(notes(1, 2, 3)).set_column(2, "text", pa.array(["text 1", "text 2", "other"])), {})
+    run(table, notes(1, 2, 3))
+    run(table, wanted=pa.table(notes(1, 2, 3)).set_column(2, "text", pa.array(["text 1", "text 2", "other"])))
     assert texts(table) == ["text 1", "text 2"]
 
 
@@ -234,8 +234,7 @@ def test_the_manifest_says_what_the_table_is(tmp_path: Path):
 def test_a_table_may_be_empty(tmp_path: Path):
     for schema in (NOTES, VECTORS):
         table = TableFolder(tmp_path / schema.name, schema)
-        with Writer(table, RECIPE) as writer:
-            writer.finish(None, {})
+        run(table)
         assert table.exists and table.rows().num_rows == 0 and table.usage()["rows"] == 0
     table.tensors().ahead([])
 
@@ -266,9 +265,7 @@ def test_rows_appended_before_an_interrupt_in_the_middle_of_a_commit_are_kept(tm
         writer.append(vectors(1, 2))
         monkeypatch.setattr(Index, "append", interrupted)
         writer.flush()
-    with Writer(table, RECIPE) as writer:
-        assert numbers(writer.stored) == [1, 2]
-        writer.finish(None, {})
+    assert numbers(run(table)) == [1, 2]
     check_tensors(table)
 
 
@@ -291,8 +288,7 @@ def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path
     with pytest.raises(ValueError, match=f"a batch of vectors.* {message}"), Writer(table, RECIPE) as writer:
         writer.append(vectors(1))
         writer.append(WRONG[message](vectors(2)))
-    with Writer(table, RECIPE) as writer:
-        assert numbers(writer.stored) == [1]  # the batch before it is kept
+    assert numbers(run(table)) == [1]  # the batch before it is kept
 
 
 # Artifacts.
@@ -349,17 +345,14 @@ def test_the_rows_of_an_unfinished_run_are_invisible_until_it_finishes_and_clean
         writer.collect()
     assert table.rows()["number"].to_pylist() == [3, 5, 6, 7, 8, 9]
     check_tensors(table)
-    with Writer(table, RECIPE) as writer:
-        assert sorted(numbers(writer.stored)) == [3, 5, 6, 7, 8, 9, 77]
-        writer.finish(names(3, *range(5, 10), 77), {})
+    assert sorted(numbers(run(table, wanted=names(3, *range(5, 10), 77)))) == [3, 5, 6, 7, 8, 9, 77]
     assert table.rows()["number"].to_pylist() == [103, 5, 6, 7, 8, 9, 177]
     check_tensors(table)
 
 
 def test_cleaning_killed_before_the_old_shards_are_deleted_loses_nothing(tmp_path: Path, monkeypatch):
     table = written(tmp_path / "t", *range(10))
-    with Writer(table, RECIPE) as writer:
-        writer.finish(names(0, 5), {})
+    run(table, wanted=names(0, 5))
 
     def die(self: Index, rows: pa.Table) -> int:
         raise KeyboardInterrupt
@@ -435,10 +428,7 @@ def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, na
     assert "\n" not in str(error.value)
     assert not list(table.folder.rglob(".tmp-*"))
     assert table.rows().equals(before) or table.rows().num_rows > 100
-    with Writer(table, RECIPE) as writer:
-        assert writer.stored.num_rows >= int(str(error.value).split(": ")[1].split()[0]) >= 3
-        writer.append(make(999))
-        writer.finish(None, {})
+    assert run(table, make(999)).num_rows >= int(str(error.value).split(": ")[1].split()[0]) >= 3
     assert table.rows().num_rows == table.manifest()["rows"] >= 4
 
 
