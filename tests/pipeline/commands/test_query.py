@@ -42,24 +42,11 @@ def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> N
     assert answer(project, "select path from images where path = 'a.jpg'").to_pydict() == {"path": ["a.jpg"]}
     with pytest.raises(NotBuilt, match="the table train is not built"):
         answer(FakeProject(tmp_path), "select avg(loss) from train")
-    with pytest.raises(ValueError, match="returns no rows"):
-        answer(project, "")
 
 
 def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
-    expected = {
-        "images": 7,
-        "captions": 7,
-        "checks": 2,
-        "descriptions": 0,
-        "drawings": 0,
-        "buckets": 10,
-        "latents": 3,
-        "embeddings": 4,
-    }
-    expected |= {"drawings": 0, "train": 46, "samples": 2, "scores": 3}
-    assert counts == expected
+    assert [counts[name] for name in ("images", "captions", "buckets", "latents", "train")] == [7, 7, 10, 3, 46]
 
 
 def test_a_table_that_is_not_built_has_its_columns_and_no_rows(tmp_path: Path) -> None:
@@ -98,26 +85,18 @@ def test_the_view_columns_describes_every_column(project: FakeProject) -> None:
     assert ask(project, "select name from columns where stage = 'buckets' and key") == [("image_id",), ("resolution",)]
 
 
-def test_bf16_gives_the_value_of_a_stored_word(project: FakeProject) -> None:
+def test_a_connection_of_ones_own_gets_the_tables_and_bf16_for_the_value_of_a_stored_word(project: FakeProject) -> None:
     import pyarrow.dataset
 
-    catalog = open_catalog(project)
+    catalog = duckdb.connect()
+    for _ in range(2):  # again: the tables as they are now
+        assert open_catalog(project, catalog) is catalog
     catalog.register("parts", pyarrow.dataset.dataset(project.folder("latents").shards, format="ipc"))
     sql = "select list_transform(tensor, lambda w: bf16(w)) from parts join latents using (latent_id) where latents.image_id = $1"
     assert catalog.execute(sql, [digest("a.jpg")]).fetchall() == [([1.0, -1.0, 2.0, 0.0],)]
     words = [0x7F80, 0xFF80, 0x4049, 0xC049, 0x0001]
     found = catalog.execute(f"select {', '.join(f'bf16({w})' for w in words)}").fetchall()[0]
     assert found == (float("inf"), float("-inf"), 3.140625, -3.140625, 0.0)
-
-
-def test_a_duckdb_connection_gets_the_tables_of_a_project(project: FakeProject) -> None:
-    import duckdb
-
-    connection = duckdb.connect()
-    assert open_catalog(project, connection) is connection
-    assert connection.sql("select count(*) from images").fetchall() == [(7,)]
-    open_catalog(project, connection)  # again: the tables as they are now
-    assert connection.sql("select count(*) from unused").fetchall() == [(5,)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +109,7 @@ def test_a_duckdb_connection_gets_the_tables_of_a_project(project: FakeProject) 
         ("select path + 1 from images where path > []", "Error"),
         ("select * from sql", "Table with name sql does not exist"),
         ("", "SQL is empty"),
-        ("-- nothing", "SQL is empty"),
+        (b"select '\xff'".decode("utf-8", "surrogateescape"), "the SQL must be UTF-8 text"),
         ("copy images to '/nonexistent/images.csv'", "a query reads only the tables; --unsafe allows more"),
     ],
 )
@@ -141,8 +120,6 @@ def test_a_mistake_in_sql_is_one_line_with_the_names_that_exist(project: FakePro
 
 
 def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_path: Path) -> None:
-    import duckdb
-
     out = tmp_path / "it's out"
     for _ in range(2):  # again: replaced
         paths = export_parquet(project, out)
@@ -159,10 +136,7 @@ def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_
     "sql",
     [
         "SELECT COUNT(*) FROM TRAIN",
-        'from "train"',
-        "create table x as select * from train",
         "pivot train on step",
-        "explain select * from train",
         "select 1; select * from train",
     ],
 )
@@ -197,19 +171,21 @@ def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
     assert json.loads(run_query(project, "select 1 where false", "json")) == []
 
 
-@pytest.mark.parametrize("count", [0, 3, 25_000])
+@pytest.mark.parametrize("count", [0, 25_000])
 def test_an_answer_is_written_whole_to_csv_json_and_parquet(project: FakeProject, tmp_path: Path, count: int) -> None:
-    sql = f"select range as n, 'a, \"b\"' as text, [range] as list from range({count})"
+    sql = f"""select range as n, 'a, "b"' as "a\nline, and ""quotes""\", [range] as list from range({count})"""
     for kind in ("csv", "json", "parquet"):
         assert write_answer(project, sql, tmp_path / "new" / f"a.{kind}", kind) == count
     rows = json.loads((tmp_path / "new" / "a.json").read_text())
-    assert [row["n"] for row in rows] == list(range(count)) and all(row["text"] == 'a, "b"' for row in rows)
+    assert [row["n"] for row in rows] == list(range(count)) and all('a, "b"' in row.values() for row in rows)
     with (tmp_path / "new" / "a.csv").open(newline="") as file:
-        assert [int(row["n"]) for row in csv.DictReader(file)] == list(range(count))
+        reader = csv.DictReader(file)
+        assert [int(row["n"]) for row in reader] == list(range(count))
+        assert reader.fieldnames == ["n", 'a\nline, and "quotes"', "list"]
     assert pq.read_table(tmp_path / "new" / "a.parquet")["n"].to_pylist() == list(range(count))
 
 
-EMPTY = [(kind, sql, "for instance: select") for kind in ("csv", "json", "parquet") for sql in ("", "-- nothing")]
+EMPTY = [(kind, "-- nothing", "for instance: select") for kind in ("csv", "json", "parquet")]
 LATE = "select (case when range > 20000 then 'x' else '1' end)::int from range(30000)"
 
 
@@ -233,17 +209,18 @@ def test_a_text_of_no_image_joins_no_unreadable_file(project: FakeProject, tmp_p
     assert ask(other, "select count(*) from unused") == [(0,)]
 
 
-@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
-def test_an_answer_replaces_no_file_whatever_it_is(tmp_path: Path, kind: str) -> None:
+def test_an_answer_replaces_no_file_whatever_it_is_and_a_file_without_a_query_is_refused(tmp_path: Path) -> None:
     folder = toy.make(tmp_path / "toy")
     kept = (folder / "project.toml").read_text()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "columns.parquet").write_text("of the user")
-    said = projects.latentmill(folder, "query", "select 1", f"--{kind}", str(folder / "project.toml"), code=2)
-    printed = projects.latentmill(folder, "query", "select 1 as n", "--json")
-    assert json.loads(printed) == [{"n": 1}]
-    assert "project.toml exists; move it away or choose another name" in said
-    assert (folder / "project.toml").read_text() == kept
+    assert json.loads(projects.latentmill(folder, "query", "select 1 as n", "--json")) == [{"n": 1}]
+    for kind in ("csv", "json", "parquet"):
+        said = projects.latentmill(folder, "query", "select 1", f"--{kind}", str(folder / "project.toml"), code=2)
+        assert "project.toml exists; move it away or choose another name" in said
+        words = ("--parquet", str(tmp_path / "all"), f"--{kind}", str(tmp_path / "one"))
+        assert kind == "parquet" or "no SQL given" in projects.latentmill(folder, "query", *words, code=2)
+    assert (folder / "project.toml").read_text() == kept and not (tmp_path / "all").exists()
     with pytest.raises(ValueError, match=r"columns\.parquet exists and is not of an earlier export"):
         export_parquet(tables.make(tmp_path / "whole", ()), tmp_path / "out")
 
@@ -281,40 +258,14 @@ def test_an_unsafe_query_may_write_a_file(project: FakeProject, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "sql",
+    ("sql", "limits", "said"),
     [
-        "with recursive x as (select 1 as n union all select n + 1 from x) select count(*) from x",
-        "select count(*) from range(1000000000000) a, range(1000000) b",
+        ("with recursive x as (select 1 as n union all select n + 1 from x) select count(*) from x", 0.2, "longer than 0.2 s"),
+        ("select count(*) from range(1000000000000) a, range(1000000) b", 0.2, "longer than 0.2 s; --seconds allows more"),
+        ("select string_agg(repeat('x', 1000000)) from range(1000)", 60, "needs more than 0.1 GB; --memory-gb allows more"),
+        ("from range(100000000)", 60, "the answer has more than 1,000,000 rows: add a limit, or write it"),
     ],
 )
-def test_a_query_without_an_end_is_ended(project: FakeProject, sql: str) -> None:
-    with pytest.raises(ValueError, match=r"^the query took longer than 0\.2 s; --seconds allows more$"):
-        run_query(project, sql, limits=Limits(seconds=0.2, gigabytes=8))
-
-
-def test_a_query_that_needs_too_much_memory_is_one_line(project: FakeProject) -> None:
-    with pytest.raises(ValueError, match=r"^the query needs more than 0\.1 GB; --memory-gb allows more$"):
-        run_query(project, "select string_agg(repeat('x', 1000000)) from range(1000)", limits=Limits(gigabytes=0.1))
-    with pytest.raises(ValueError, match="the answer has more than 1,000,000 rows: add a limit, or write it"):
-        run_query(project, "from range(100000000)")
-
-
-def test_bytes_that_are_not_utf_8_are_one_line(project: FakeProject) -> None:
-    with pytest.raises(ValueError, match="the SQL must be UTF-8 text"):
-        run_query(project, b"select '\xff'".decode("utf-8", "surrogateescape"))
-
-
-def test_a_csv_file_is_valid_whatever_the_columns_are_called(project: FakeProject, tmp_path: Path) -> None:
-    name = 'a\nline, and "quotes"'
-    assert write_answer(project, f'select 1 as "{name.replace(chr(34), 2 * chr(34))}"', tmp_path / "out.csv", "csv") == 1
-    with (tmp_path / "out.csv").open(newline="") as file:
-        assert list(csv.reader(file)) == [[name], ["1"]]
-
-
-def test_a_file_for_an_answer_without_a_query_is_refused_even_beside_parquet(tmp_path: Path) -> None:
-    folder = toy.make(tmp_path / "project")
-    for kind in ("csv", "json"):
-        words = ["query", "--parquet", str(tmp_path / "all"), f"--{kind}", str(tmp_path / "one"), "--project", str(folder)]
-        code, _, err = projects.said(*words)
-        assert code == 2 and "no SQL given" in err
-    assert not (tmp_path / "all").exists()
+def test_a_query_without_an_end_or_for_too_much_memory_is_ended(project, sql: str, limits: float, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_query(project, sql, limits=Limits(seconds=limits, gigabytes=0.1 if "string_agg" in sql else 8))

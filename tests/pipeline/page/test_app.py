@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
+from httpx2 import Response
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -36,6 +37,7 @@ from tests import projects
 
 HOME = "http://127.0.0.1:8765"
 TOKEN = {"x-token": "secret"}
+SNOW = "a fox, on snow"
 SCRIPT = '"><script>alert(1)</script>'
 PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "sql")
 
@@ -45,7 +47,7 @@ def built(tmp_path_factory, tiny_weights) -> Path:
     """A project whose images, captions and buckets are built; one caption and one file name hold a script."""
     folder = projects.make(tmp_path_factory.mktemp("page") / "project", tiny_weights, images=3)
     projects.add_image(folder, "<img src=x onerror=alert(2)>.png", seed=7, caption=f"a fox, {SCRIPT}")
-    projects.add_image(folder, "more.png", seed=8, caption="a fox, on snow")
+    projects.add_image(folder, "more.png", seed=8, caption=SNOW)
     (folder / "images" / "broken.png").write_text("no picture")
     (folder / "secret.txt").write_text("secret")
     Image.linear_gradient("L").resize(projects.SIZES[0]).save(folder / "images" / "picture0.mask.png")
@@ -71,8 +73,16 @@ def texts(page: TestClient) -> dict[str, str]:
     return {key: html.unescape(text) for key, text in found}
 
 
-@pytest.mark.parametrize("command", ["view", "report"])
-@pytest.mark.parametrize("module", ["plotly", "tomlkit"])
+def on_snow(page: TestClient) -> str:
+    """The key of the caption of more.png."""
+    return next(key for key, text in texts(page).items() if text == SNOW)
+
+
+def write(page: TestClient, key: str, before: str, text: str | None, headers=TOKEN) -> Response:
+    return page.post("/edit/captions", json={key: {"before": before, "text": text}}, headers=headers)
+
+
+@pytest.mark.parametrize(("command", "module"), [("view", "plotly"), ("report", "tomlkit")])
 def test_without_a_module_of_the_extra_the_page_does_not_begin(folder, monkeypatch, command, module):
     monkeypatch.setattr("uvicorn.run", lambda *args, **more: None)
     monkeypatch.setitem(sys.modules, module, None)
@@ -101,12 +111,6 @@ def test_the_overview_says_rows_and_size_of_every_table_and_what_a_run_would_do(
     assert any(cell.startswith("up to date") for cell in cells)
 
 
-def test_filters_show_the_images_that_they_name(page):
-    text = page.get("/fragment/images", params={"filter": "rejected"}).text
-    assert "broken.png" in text and "picture0.png" not in text.split("Images that are not trained on")[0]
-    assert page.get("/fragment/images", params={"filter": "'; drop table images", "page": "9" * 50}).status_code == 200
-
-
 def test_the_page_about_an_image_shows_its_crops_and_what_became_of_it(page):
     text = page.get("/fragment/one", params={"key": "picture0.png"}).text
     assert text.count("<rect") == 2 and "96 px" in text and "picture number 0" in text
@@ -128,6 +132,8 @@ def test_the_page_about_an_image_leads_to_those_before_and_after_it_in_the_chose
     assert [each["key"] for each in paths] == [[f"picture{n}.png"] for n in range(3)] and paths[0]["find"] == ["picture"]
     assert near("picture1.png", find="picture") == {"prev": "picture0.png", "next": "picture2.png"}
     assert near("picture0.png", find="picture") == {"next": "picture1.png"}
+    rejected = page.get("/fragment/images", params={"filter": "rejected"}).text
+    assert "broken.png" in rejected and "picture0.png" not in rejected.split("Images that are not trained on")[0]
     assert near("picture1.png", find="fox") == near("picture1.png", filter="rejected") == {}
     assert near("picture1.png", order="most drawn", filter="'; drop table images")["next"] == "picture2.png"
 
@@ -159,22 +165,14 @@ def test_a_picture_is_left_out_or_repeated_on_its_page_in_the_settings_that_are_
 
 def test_what_the_model_of_descriptions_wrote_is_a_suggestion_beside_another_text(page, folder):
     (key, before), *_ = texts(page).items()
-    row = {
-        "image_id": key.partition(":")[0],
-        "path": "",
-        "text": "a <b>cat</b>",
-        "prompt": "",
-        "model": "",
-        "version": "",
-        "seconds": 1,
-    }
+    row = dict.fromkeys(("path", "prompt", "model", "version"), "") | {"text": "a <b>cat</b>", "seconds": 1}
     project = Project(folder)
     with Writer(project.current("descriptions"), {"stage": "descriptions"}) as writer:
-        writer.append(pa.RecordBatch.from_pylist([row], schema=DESCRIPTIONS.batch))
+        writer.append(pa.RecordBatch.from_pylist([row | {"image_id": key.partition(":")[0]}], schema=DESCRIPTIONS.batch))
         writer.finish(None, {})
     used = 'data-use="a &lt;b&gt;cat&lt;/b&gt;"'
     assert used in page.get("/fragment/captions").text
-    assert page.post("/edit/captions", json={key: {"before": before, "text": "a <b>cat</b>"}}, headers=TOKEN).status_code == 200
+    assert write(page, key, before, "a <b>cat</b>").status_code == 200
     assert used not in page.get("/fragment/captions").text
 
 
@@ -206,60 +204,48 @@ def test_no_path_escapes_from_its_folder(page, folder):
         assert (b"A link out of the folder" in answered.content) == name.endswith("link.png")
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"host": "evil.example"},
-        {"host": "evil.example:8765"},
-        {"host": "127.0.0.1.evil.example"},
-        {"host": ""},
-        {"sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "same-site"},
-        {"origin": "http://evil.example"},
-        {"origin": "null"},
-        {"origin": "http://127.0.0.1:9999"},
-    ],
+FOREIGN = (
+    *({"host": host} for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example", "")),
+    *({"sec-fetch-site": site} for site in ("cross-site", "same-site")),
+    *({"origin": origin} for origin in ("http://evil.example", "null", "http://127.0.0.1:9999")),
 )
-def test_other_hosts_and_other_sites_are_refused(page, headers):
-    for path in ("/", "/fragment/captions", "/picture/image_folder/picture0.png"):
-        assert page.get(path, headers=headers).status_code == 403
-    for change in ("edit", "replace", "files"):
-        assert page.post(f"/{change}/captions", json={}, headers=TOKEN | headers).status_code == 403
 
 
-def test_an_edit_without_the_token_of_the_page_changes_nothing(page, folder):
+def test_other_hosts_other_sites_and_an_edit_without_the_token_of_the_page_are_refused(page, folder):
+    for headers in FOREIGN:
+        for path in ("/", "/fragment/captions", "/picture/image_folder/picture0.png"):
+            assert page.get(path, headers=headers).status_code == 403, headers
+        for change in ("edit", "replace", "files"):
+            assert page.post(f"/{change}/captions", json={}, headers=TOKEN | headers).status_code == 403, headers
     key, text = next(iter(texts(page).items()))
-    for headers in ({}, {"x-token": "wrong"}, {"x-token": "é".encode("latin-1").decode("latin-1")}):
-        sent = {name: value.encode("latin-1") for name, value in headers.items()}
-        assert page.post("/edit/captions", json={key: {"before": text, "text": "new"}}, headers=sent).status_code == 403
+    for headers in ({}, {"x-token": b"wrong"}, {"x-token": "é".encode("latin-1")}):
+        assert write(page, key, text, "new", headers).status_code == 403
     assert not (folder / "captions.edits.jsonl").exists()
     assert page.get("/edit/captions").status_code == 405
 
 
 def test_an_edited_caption_changes_exactly_its_rows_and_no_file_of_the_image_folder(page, folder):
-    before = {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()}
-    files = {path: path.read_bytes() for path in (folder / "images").iterdir()}
-    key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
-    assert (
-        page.post("/edit/captions", json={key: {"before": text, "text": "a wolf 🐺 on snow"}}, headers=TOKEN).status_code == 200
-    )
+    def rows() -> dict[str, dict]:
+        projects.build(folder, "captions")
+        found = answer(Project(folder), "from captions where role = 'caption'").to_pylist()
+        return {row["image_id"]: row for row in found}
+
+    before, files = rows(), {path: path.read_bytes() for path in (folder / "images").iterdir()}
+    key = on_snow(page)
+    assert write(page, key, SNOW, "a wolf 🐺 on snow").status_code == 200
     assert texts(page)[key] == "a wolf 🐺 on snow"
-    assert projects.build(folder, "captions")["captions"].written == 1
-    after = {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()}
-    changed = [image for image in after if after[image] != before[image]]
-    assert changed == [key.split(":")[0]]
-    assert (after[changed[0]]["text"], after[changed[0]]["source"]) == ("a wolf 🐺 on snow", "edit")
+    after = rows()
+    (changed,) = [image for image in after if after[image] != before[image]]
+    assert changed == key.split(":")[0]
+    assert (after[changed]["text"], after[changed]["source"]) == ("a wolf 🐺 on snow", "edit")
     assert files == {path: path.read_bytes() for path in (folder / "images").iterdir()}
-    assert (
-        page.post("/edit/captions", json={key: {"before": "a wolf 🐺 on snow", "text": None}}, headers=TOKEN).status_code == 200
-    )
-    projects.build(folder, "captions")
-    assert {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()} == before
+    assert write(page, key, "a wolf 🐺 on snow", None).status_code == 200
+    assert rows() == before
 
 
 def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     key, text = next(iter(texts(page).items()))
-    assert page.post("/edit/captions", json={key: {"before": text, "text": "first tab"}}, headers=TOKEN).status_code == 200
+    assert write(page, key, text, "first tab").status_code == 200
     other = next(other for other in texts(page) if other != key)
     edits = {key: {"before": text, "text": "second tab"}, other: {"before": texts(page)[other], "text": "another"}}
     answered = page.post("/edit/captions", json=edits, headers=TOKEN)
@@ -267,21 +253,26 @@ def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
 
 
-def test_an_edit_that_another_process_locks_out_is_refused_in_one_line_and_names_it(page, folder, monkeypatch):
-    monkeypatch.setattr("pipeline.store.lock.PATIENCE", 0.05)
-    key, text = next(iter(texts(page).items()))
-    with texts_lock(folder):
-        answered = page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
+def test_an_edit_that_another_process_or_the_disk_does_not_take_is_one_line(page, folder, monkeypatch):
+    key, before = next(iter(texts(page).items()))
+    with texts_lock(folder), monkeypatch.context() as patch:
+        patch.setattr("pipeline.store.lock.PATIENCE", 0.05)
+        answered = write(page, key, before, "a wolf")
     assert answered.status_code == 400 and "is being written by process" in answered.text
     assert not (folder / "captions.edits.jsonl").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        answered = write(page, key, before, "a wolf")
+    assert (answered.status_code, answered.text) == (400, "disk full; free some space and run again")
+    assert write(page, key, before, "a wolf").status_code == 200
 
 
-def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back(page, folder):
-    key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
+def test_the_button_writes_edits_into_caption_files_also_while_the_table_is_locked_and_its_undo_takes_them_back(page, folder):
+    key = on_snow(page)
     files = {path: path.read_bytes() for path in (folder / "images").iterdir()}
     for undo, headers, status in ((False, {}, 403), (False, TOKEN, 400), (True, TOKEN, 400), (3, TOKEN, 400)):
         assert page.post("/files/captions", json={"undo": undo}, headers=headers).status_code == status
-    page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
+    write(page, key, SNOW, "a wolf")
     unwritten = '<button type="button" data-files="undo" disabled>'
     assert unwritten in page.get("/fragment/captions").text
     said = page.post("/files/captions", json={"undo": False}, headers=TOKEN)
@@ -292,16 +283,10 @@ def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back
     assert page.post("/files/captions", json={"undo": True}, headers=TOKEN).status_code == 200
     assert files == {path: path.read_bytes() for path in (folder / "images").iterdir()}
     assert texts(page)[key] == "a wolf" and ", 1 edited" in page.get("/fragment/captions").text
-
-
-def test_files_are_written_while_another_process_writes_the_table_and_the_page_says_both(page, folder):
-    key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
-    page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
     with locked(Project(folder).current("captions").folder / "lock"):
-        said = page.post("/files/captions", json={"undo": False}, headers=TOKEN).json()["said"]
-    assert said.startswith("1 caption written into 1 file. The table captions is not up to date: ")
-    assert "is being written by" in said
-    assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
+        told = page.post("/files/captions", json={"undo": False}, headers=TOKEN).json()["said"]
+    assert told.startswith("1 caption written into 1 file. The table captions is not up to date: ")
+    assert "is being written by" in told and (folder / "images" / "more.txt").read_text() == "a wolf\n"
 
 
 def test_a_text_or_a_replacement_that_cannot_be_used_is_refused_in_one_line_and_changes_no_caption(page, folder):
@@ -348,7 +333,11 @@ def test_a_query_of_a_closed_tab_ends_and_other_pages_are_answered_meanwhile(pag
     assert answered and set(answered) == {200} and "the query took longer than" in text
 
 
-def test_the_sql_page_keeps_columns_of_equal_names_and_refuses_values_without_number(page, monkeypatch):
+def test_sql_is_answered_with_columns_of_equal_names_writes_nothing_and_mistakes_are_one_line(page, tmp_path, monkeypatch):
+    for sql in ("copy (select 1) to '{out}'", "select 1; copy (select 1) to '{out}'", "drop view unused"):
+        assert 'class="error"' in page.get("/fragment/sql", params={"sql": sql.format(out=tmp_path / "out")}).text
+    assert not (tmp_path / "out").exists()
+    assert "Did you mean" in page.get("/fragment/sql", params={"sql": "select * from imags"}).text
     text = page.get("/fragment/sql", params={"sql": "select 11 as a, 22 as a from range(2000); "}).text
     assert text.count(">a</th>") == 2 and "11" in text and "22" in text and "2000 rows" in text
     monkeypatch.setattr("pipeline.commands.query.MOST_VALUES", 5000)
@@ -358,25 +347,6 @@ def test_the_sql_page_keeps_columns_of_equal_names_and_refuses_values_without_nu
         "select [range(99)] from range(99)",
     ):
         assert "more than 5,000 values" in page.get("/fragment/sql", params={"sql": sql}).text
-
-
-def test_an_edit_that_the_disk_does_not_take_is_one_line(page, folder, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    key = next(row["key"] for row in Site(folder).texts("captions").rows("select key from shown"))
-    before = Site(folder).texts("captions").of_keys([key])[key]
-    body = json.dumps({key: {"before": before, "text": "another"}})
-    answered = page.post("/edit/captions", content=body, headers=TOKEN)
-    assert (answered.status_code, answered.text) == (400, "disk full; free some space and run again")
-    monkeypatch.undo()
-    assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 200
-
-
-def test_sql_is_answered_writes_nothing_and_mistakes_are_one_line(page, tmp_path):
-    for sql in ("copy (select 1) to '{out}'", "select 1; copy (select 1) to '{out}'", "drop view unused"):
-        assert 'class="error"' in page.get("/fragment/sql", params={"sql": sql.format(out=tmp_path / "out")}).text
-    assert not (tmp_path / "out").exists()
-    assert "<td>3</td>" in page.get("/fragment/sql", params={"sql": "select 1 + 2 as three"}).text.replace("\n", "")
-    assert "Did you mean" in page.get("/fragment/sql", params={"sql": "select * from imags"}).text
 
 
 def test_the_text_of_changes_differs_after_a_stage_or_an_edit(page, folder):
@@ -399,7 +369,7 @@ def test_the_report_is_one_file_without_addresses_that_holds_its_pictures(folder
 @pytest.mark.timeout(300)  # with the lock held, it would wait for ever
 def test_pages_are_answered_while_the_stage_of_an_edit_runs(page, monkeypatch):
     (key, before), *_ = texts(page).items()
-    assert page.post("/edit/captions", json={key: {"before": before, "text": "a cat"}}, headers=TOKEN).status_code == 200
+    write(page, key, before, "a cat")
     answered: list[int] = []
     monkeypatch.setattr("pipeline.runner.run", lambda *_: answered.append(page.get("/fragment/captions").status_code))
     with page:  # one event loop for both requests
@@ -426,14 +396,8 @@ def do(client: TestClient, action: str, **body: object) -> tuple[int, str]:
 
 def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held, folder):
     assert do(page, "train")[0] == 200
-    fields = {
-        "argument": "--file /etc/passwd",
-        "--adapter": "none",
-        "--seed": "7 --file x",
-        "--steps": "",
-        "--file": "/etc/passwd",
-    }
-    assert do(page, "form", page="draw", block=0, **fields)[0] == 200
+    fields = {"argument": "--file /etc/passwd", "--adapter": "none", "--seed": "7 --file x", "--steps": ""}
+    assert do(page, "form", page="draw", block=0, **fields, **{"--file": "/etc/passwd"})[0] == 200
     assert [job.words for job in held.jobs()] == [
         ("run", "samples"),
         ("generate", "--adapter=none", "--seed=7 --file x", "--", "--file /etc/passwd"),
@@ -451,31 +415,31 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held, fo
     assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting", 3: "waiting", 4: "cancelled"}
 
 
-@pytest.mark.parametrize(
-    ("action", "body", "reason"),
-    [
-        ("form", {"page": "draw", "block": 0}, "fill this in"),
-        ("form", {"page": "draw", "block": 0, "argument": "a fox", "--adapter": "/etc/passwd"}, "must be one of last, best"),
-        ("form", {"page": "draw", "block": 0, "argument": "a" * 2001}, "at most 2000 characters"),
-        (
-            "form",
-            {"page": "draw", "block": 0, "argument": "a", "--reference": "../secret.txt"},
-            "no picture image_folder/../secret",
-        ),
-        ("form", {"page": "draw", "block": 0, "argument": "a", "--reference": "/etc/passwd"}, "no picture"),
-        ("form", {"page": "draw", "block": 1}, "no such form"),
-        ("form", {"page": "nothing", "block": True}, "no such form"),
-        ("cancel", {"job": "1"}, "a whole number"),
-        ("cancel", {"job": 99}, "there is no job 99"),
-        ("pause", {}, "no run of the present settings"),
-        ("sample", {}, "run samples is not training now"),
-        ("__class__", {}, "there is no action"),
-    ],
-)
-def test_an_action_that_cannot_be_is_one_line_and_no_job(page, held, action, body, reason):
-    code, text = do(page, action, **body)
-    assert code == 400 and reason in text and "\n" not in text
+DRAW = {"page": "draw", "block": 0}
+WRONG: list[tuple[str, dict, str]] = [
+    ("form", DRAW, "fill this in"),
+    ("form", {**DRAW, "argument": "a fox", "--adapter": "/etc/passwd"}, "must be one of last, best"),
+    ("form", {**DRAW, "argument": "a" * 2001}, "at most 2000 characters"),
+    ("form", {**DRAW, "argument": "a", "--reference": "../secret.txt"}, "no picture image_folder/../secret"),
+    ("form", {**DRAW, "argument": "a", "--reference": "/etc/passwd"}, "no picture"),
+    ("form", {"page": "draw", "block": 1}, "no such form"),
+    ("form", {"page": "nothing", "block": True}, "no such form"),
+    ("cancel", {"job": "1"}, "a whole number"),
+    ("cancel", {"job": 99}, "there is no job 99"),
+    ("pause", {}, "no run of the present settings"),
+    ("sample", {}, "run samples is not training now"),
+    ("__class__", {}, "there is no action"),
+]
+
+
+def test_an_action_that_cannot_be_and_a_damaged_queue_are_one_line_and_no_job(page, held):
+    for action, body, reason in WRONG:
+        code, text = do(page, action, **body)
+        assert code == 400 and reason in text and "\n" not in text, (action, body)
     assert not held.jobs()
+    (held.folder / "jobs.json").write_text("[")
+    assert "delete it to begin an empty one" in page.get("/fragment/overview").text
+    assert do(page, "train")[0] == 400
 
 
 def test_sample_now_ends_the_run_with_a_checkpoint_draws_and_goes_on_as_the_next_job(page, held, folder):
@@ -520,23 +484,9 @@ def test_downloads_are_the_files_of_exports_and_of_its_folders_alone(page, folde
     for name in ("cats%201.safetensors", "hub/README.md"):
         good = page.get(f"/export/{name}")
         assert good.text == name.replace("%20", " ") and good.headers["content-disposition"].startswith("attachment")
-    wrong = [
-        "..%2fproject.toml",
-        "hub/..%2f..%2fproject.toml",
-        "link",
-        "linked/picture0.png",
-        "%2fetc%2fpasswd",
-        "hub",
-        "nothing",
-    ]
+    wrong = ("..%2fproject.toml", "hub/..%2f..%2fproject.toml", "link", "linked/picture0.png", "%2fetc%2fpasswd", "hub")
     for name in (*wrong, "%00", "hub/.hidden", ".temporary/config.json", "a/b/deep", "hub%2f%2fREADME.md%2f..", ""):
         assert page.get(f"/export/{name}").status_code == 404, name
     shutil.rmtree(exports)
     exports.symlink_to(folder / "images")
     assert page.get("/export/picture0.png").status_code == 404
-
-
-def test_a_queue_file_that_was_damaged_is_one_line_on_the_page(page, held):
-    (held.folder / "jobs.json").write_text("[")
-    assert "delete it to begin an empty one" in page.get("/fragment/overview").text
-    assert do(page, "train")[0] == 400
