@@ -1,7 +1,8 @@
 """Drives Chromium over the pages of a project, in a process of its own: selenium need not be installed beside the tests.
 
 It reads JSON objects, one a line: the page's address, what to do there, a folder for screenshots ("" for none). It answers
-each, in a new window of one browser, with a JSON object: what was seen.
+each, in a new window of one browser, with a JSON object: what was seen; and before, with "now" if it waits for a line: then
+a run is begun in another process.
 """
 
 import json
@@ -17,7 +18,6 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.expected_conditions import alert_is_present
 
 STUDIO = {"projects": "/", "new-project": "/new"}
-PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "settings", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 
@@ -26,8 +26,7 @@ def browser(chromium, driver):
     options.binary_location = chromium
     for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"):
         options.add_argument(f"--{word}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    options.add_experimental_option("perfLoggingPrefs", {"enablePage": False})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options=options, service=Service(driver))
 
 
@@ -59,8 +58,8 @@ axe.run(document, options).then((found) => done(found.violations.map(first)), (e
 """
 
 
-def violations(window, axe, schemes=("light", "dark")):
-    """Of a page as it is now by all rules, and of its colours in further schemes. `axe`: a file, or "" for none."""
+def violations(window, axe, schemes=("light", "dark"), rules=()):
+    """Of a page as it is now by `rules` or all, and of its colours in further schemes. `axe`: a file, or "" for none."""
     if not axe:
         return []
     if not window.execute_script("return window.axe !== undefined"):
@@ -68,7 +67,7 @@ def violations(window, axe, schemes=("light", "dark")):
     found = []
     for number, scheme in enumerate(schemes):
         paint(window, scheme)
-        found += window.execute_async_script(AXE, ["color-contrast"] if number else [])
+        found += window.execute_async_script(AXE, ["color-contrast"] if number else rules)
     return found
 
 
@@ -91,18 +90,16 @@ def look(window, address, name, width, folder, axe, load=True):
     resize(window, width, min(height, 6000))
     if folder:
         window.save_screenshot(f"{folder}/{name.split('?')[0]}-{width}.png")
-    sent = [json.loads(entry["message"])["message"] for entry in window.get_log("performance")]
+    asked = "performance.getEntriesByType('resource').map((entry) => entry.name.split('?')[0].slice(0, 120))"
     return {
         "page": name,
         "width": width,
         "overflow": overflow(window),
-        "paint_ms": wait(window, "performance.getEntriesByName('first-contentful-paint')[0]")["startTime"],
         "shown_ms": window.execute_script("return performance.getEntriesByName('shown')[0]?.startTime"),
         "console": [entry["message"] for entry in window.get_log("browser")],
-        "requests": sorted(
-            {m["params"]["request"]["url"].split("?")[0][:120] for m in sent if m["method"] == "Network.requestWillBeSent"}
-        ),
-        "violations": violations(window, axe, (scheme,)),
+        "requests": window.execute_script(f"return {asked}"),
+        # Of a page that only got another width, those that a width or a scheme decides.
+        "violations": violations(window, axe, (scheme,), [] if load else ["color-contrast", "scrollable-region-focusable"]),
         "nameless": window.execute_script("return [...document.images].filter(i => !i.hasAttribute('alt')).length"),
         "errors": window.execute_script("return [...document.querySelectorAll('.error')].map(e => e.textContent)"),
     }
@@ -156,13 +153,14 @@ def edit(window, address):
 LAST_X = "Math.max(...document.querySelector('[data-chart]').data.map((curve) => curve.x.at(-1)))"
 
 
-def follow_run(window, address, signal):
-    """Starts the run that waits for the file `signal`; the focus was on the table of runs."""
+def follow_run(window, address):
+    """While a run goes on; the focus was on the table of runs."""
     window.get(f"{address}/training")
     wait(window, "document.querySelector('[data-chart] svg') !== null")
     window.execute_script("window.sameDocument = true; document.querySelector('.wide').focus()")
     before = window.execute_script(f"return {LAST_X}")
-    Path(signal).touch()
+    print('"now"', flush=True)
+    sys.stdin.readline()
     wait(window, f"{LAST_X} > {before}")
     return {
         "before": before,
@@ -195,10 +193,10 @@ return there();
 
 def press(window, wanted, *keys):
     """Press Tab until the element with that selector has the focus, then the keys."""
-    for _ in range(15):
+    for _ in range(30):
         if window.execute_script(AT, wanted):
             break
-        ActionChains(window).send_keys(Keys.TAB * 20).perform()
+        ActionChains(window).send_keys(Keys.TAB * 10).perform()
     else:
         raise AssertionError(f"Tab does not lead to {wanted}")
     window.execute_script("window.atWanted()")
@@ -212,17 +210,11 @@ def control(window, key):
 def by_keyboard(window, address):
     window.get(f"{address}/settings")
     press(window, "[name='train.checkpoint_every']", Keys.BACKSPACE, "4", Keys.ENTER)
-    effect = wait(window, "document.querySelector('#effects li')?.textContent")
-    press(window, "button[value=save]", Keys.ENTER)
-    saved = wait(window, "document.querySelector('#settings [role=status]')?.textContent")
+    seen = {"effect": wait(window, "document.querySelector('#effects li')?.textContent")}
     window.get(f"{address}/compare")
     wait(window, "document.body.dataset.shown")
     press(window, "input[data-wipe]", *[Keys.ARROW_LEFT] * 10)
-    wiped = window.execute_script("return getComputedStyle(document.querySelector('.wipe img + img')).clipPath")
-    press(window, "#compared select", Keys.ARROW_DOWN)
-    press(window, "#compared form button", Keys.ENTER)
-    seen = {"effect": effect, "saved": saved, "wiped": wiped}
-    seen["marked"] = wait(window, "document.querySelector('#compared [data-said]').textContent")
+    seen["wiped"] = window.execute_script("return getComputedStyle(document.querySelector('.wipe img + img')).clipPath")
     window.get(f"{address}/samples")
     wait(window, "document.querySelector('img.result')")
     press(window, "img.result", Keys.ENTER)
@@ -335,11 +327,11 @@ def begin(window, address, looks, files, more):
     seen["saved"] = change(window, **small, samples__width="64", samples__height="64")
     to(window, "")
     do(window, "[data-do=train]", "job 1 is in the queue")
-    to(window, "captions")
-    wait(window, "document.querySelector('textarea[data-key]')")
-    to(window, "")
+    seen["stopped"] = wait(window, STEP)
     do(window, "[data-do=cancel]", "keeps what it has")
     ends(window, 1, "stopped")
+    do(window, "[data-do=train]", "job 2 is in the queue")
+    seen["went_on"] = wait(window, STEP)
     to(window, "captions")
     wait(window, "document.querySelector('textarea[data-key]')")
     fill(window, "textarea[data-key]", "ohwx, an edited caption")
@@ -350,17 +342,10 @@ def begin(window, address, looks, files, more):
     press(window, "[name=times]", "2", Keys.ENTER)
     wait(window, "[...document.querySelectorAll('[data-said]')].some((e) => e.textContent.includes('2 times per epoch'))")
     looks.at("one")
-    to(window, "")
-    do(window, "[data-do=train]", "job 2 is in the queue")
-    seen["stopped"] = wait(window, STEP)
-    do(window, "[data-do=cancel]", "keeps what it has")
-    ends(window, 2, "stopped")
-    do(window, "[data-do=train]", "job 3 is in the queue")
-    seen["went_on"] = wait(window, STEP)
     change(window, train__steps="4", train__lr="0.002", train__checkpoint_every="2")
     to(window, "")
-    do(window, "[data-do=train]", "job 4 is in the queue", "a new run of 4 steps")
-    seen |= {"behind": wait(window, state(4)), "killed": wait(window, STEP)}
+    do(window, "[data-do=train]", "job 3 is in the queue", "a new run of 4 steps")
+    seen |= {"behind": wait(window, state(3)), "killed": wait(window, STEP)}
     looks.at("home")
     return seen | {"looks": looks}
 
@@ -372,8 +357,8 @@ def finish(window, address, looks):
     looks.at("projects")
     follow(window, ".projects a", "/my%20cats/")
     seen["went_on"] = wait(window, STEP)
-    do(window, "[data-do=cancel][data-job='3']", "keeps what it has")
-    ends(window, 4, "finished")
+    do(window, "[data-do=cancel][data-job='2']", "keeps what it has")
+    ends(window, 3, "finished")
     to(window, "images")
     wait(window, "document.querySelector('.cards strong')")
     card = "[c.querySelector('strong').textContent, c.className]"
@@ -399,7 +384,7 @@ def finish(window, address, looks):
     window.execute_script(NOTIFIED)
     for seed in range(2):
         fill(window, "form[data-act] [name='--seed']", str(seed), Keys.ENTER)
-        wait(window, f"{SAID} === 'job {5 + seed} is in the queue'")
+        wait(window, f"{SAID} === 'job {4 + seed} is in the queue'")
     wait(window, f"{drawn}.length === 2")  # without a reload
     seen["typed"] = window.execute_script("return document.querySelector('[name=\"--seed\"]').value")
     seen["live"] = wait(window, "document.getElementById('live').textContent")
@@ -411,7 +396,7 @@ def finish(window, address, looks):
     to(window, "export")
     for block in range(3):
         press(window, f"form[data-block='{block}'] button", Keys.ENTER)
-        wait(window, f"[...document.querySelectorAll('[data-said]')].some((e) => e.textContent.includes('job {7 + block} is'))")
+        wait(window, f"[...document.querySelectorAll('[data-said]')].some((e) => e.textContent.includes('job {6 + block} is'))")
     links = "[...document.querySelectorAll('a[download][href^=\"export\"]')].map((link) => link.getAttribute('href'))"
     wait(window, f"{links}.some((link) => link.endsWith('README.md'))")
     looks.at("export")
@@ -444,18 +429,13 @@ def visit(window, asked):
         resize(window, 390, 844)
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
-    pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
     # Each page is loaded once, and then seen with every width.
-    looks = [(width, name, width == asked["widths"][0]) for name in pages for width in asked["widths"]]
+    looks = [(width, name, width == asked["widths"][0]) for name in asked["pages"] for width in asked["widths"]]
     seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
-    if asked["edit"]:
-        seen["edited"] = edit(window, address)
-        seen["keyboard"] = by_keyboard(window, address)
-    if asked["signal"]:
-        seen["moved"] = follow_run(window, address, asked["signal"])
     if asked["search"]:
-        seen["found"] = search(window, address, asked["search"])
-    return seen
+        return seen | {"found": search(window, address, asked["search"])}
+    seen |= {"edited": edit(window, address), "keyboard": by_keyboard(window, address)}
+    return seen | {"moved": follow_run(window, address)}
 
 
 def main():
@@ -468,8 +448,7 @@ def main():
             window.switch_to.window(before)
             window.close()
             window.switch_to.window(after)
-            for kind in ("browser", "performance"):
-                window.get_log(kind)  # of the tab before
+            window.get_log("browser")  # of the tab before
             print(json.dumps(visit(window, json.loads(line))), flush=True)
     finally:
         window.quit()
