@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -53,37 +52,30 @@ class Again(Exception):  # noqa: N818
     """Stands for the new process."""
 
 
-def attempt(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> list[str]:
-    """Lines said by a run that fails after its newest checkpoint went from `before` to `after`."""
-    steps, said = iter([before, after]), []
-    monkeypatch.setattr(process, "newest_checkpoint", lambda artifacts: next(steps))
-
+@pytest.mark.parametrize(
+    ("message", "before", "after", "again"),
+    [
+        (TIMEOUT, 100, 150, True),
+        (WATCHDOG, 100, 150, True),
+        (WATCHDOG, 100, 100, False),
+        (WATCHDOG, -1, -1, False),
+        (MEMORY, 100, 150, False),
+        ("shapes", 100, 150, False),
+    ],
+)
+def test_after_a_watchdog_error_a_run_starts_again_once_if_its_newest_checkpoint_is_newer_than_before(
+    message, before, after, again, tmp_path, monkeypatch
+):
     def start_again() -> NoReturn:
         raise Again
 
-    with restarting(lambda: tmp_path, said.append, start_again):
-        raise RuntimeError(message)
-    return said
-
-
-def test_after_a_watchdog_error_a_run_that_got_on_starts_once_more_and_not_twice(tmp_path, monkeypatch):
     monkeypatch.delenv(RESTARTED, raising=False)
-    for message in (TIMEOUT, WATCHDOG):
-        with pytest.raises(Again):
-            attempt(message, tmp_path, monkeypatch, 100, 150)
-        with pytest.raises(RuntimeError):
-            attempt(message, tmp_path, monkeypatch, 150, 200)
-        assert os.environ.pop(RESTARTED) == "1"
-
-
-@pytest.mark.parametrize(
-    ("message", "before", "after"), [(WATCHDOG, 100, 100), (WATCHDOG, -1, -1), (MEMORY, 100, 150), ("shapes", 100, 150)]
-)
-def test_a_run_that_did_not_get_on_or_lacks_memory_is_not_started_again(message, before, after, tmp_path, monkeypatch):
-    monkeypatch.delenv(RESTARTED, raising=False)
-    with pytest.raises(RuntimeError):
-        attempt(message, tmp_path, monkeypatch, before, after)
-    assert RESTARTED not in os.environ
+    for expected in (Again if again else RuntimeError, RuntimeError):
+        steps = iter([before, after])
+        monkeypatch.setattr(process, "newest_checkpoint", lambda artifacts, steps=steps: next(steps))
+        with pytest.raises(expected), restarting(lambda: tmp_path, lambda line: None, start_again):
+            raise RuntimeError(message)
+        assert os.environ.get(RESTARTED) == ("1" if again else None)
 
 
 def test_on_a_mac_a_stage_keeps_the_machine_awake_until_it_ends(tmp_path, monkeypatch):

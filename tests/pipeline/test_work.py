@@ -50,9 +50,6 @@ DIVISIBLE = [
     for name in pipeline.stages
     if pipeline.stage(name).divisible
 ]
-EVERY_PIPELINE = pytest.mark.parametrize(
-    "pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name
-)
 
 
 @pytest.fixture(scope="module")
@@ -200,24 +197,21 @@ def test_only_settings_that_are_declared_as_paths_become_paths_of_the_worker(tmp
     assert mirror.settings(captions) == captions
 
 
-@EVERY_PIPELINE
-def test_every_setting_that_a_stage_joins_with_a_folder_is_declared_as_a_path(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name)
+def test_every_setting_of_paths_is_declared_and_a_divisible_stage_says_which_files_of_the_user_it_opens(
+    pipeline: Pipeline,
+) -> None:
     # Those whose description says so, though they are no paths.
     texts = {"images.references", "captions.extension", "descriptions.extension", "sources.exclude", "captions.caption_column"}
     for name in pipeline.stages:
-        for field in dataclasses.fields(pipeline.stage(name).config):
+        stage, fields = pipeline.stage(name), dataclasses.fields(pipeline.stage(name).config)
+        for field in fields:
             about, key = field.metadata.get("doc", ""), f"{name}.{field.name}"
             if "str" in str(field.type) and key not in texts and any(word in about for word in ("folder", "file", "relative")):
                 assert field.metadata["path"], key
-
-
-@EVERY_PIPELINE
-def test_a_divisible_stage_with_files_of_the_user_says_which_it_opens_or_that_they_cannot_be_sent(pipeline: Pipeline) -> None:
-    for name in pipeline.stages:
-        stage = pipeline.stage(name)
-        paths = [field.name for field in dataclasses.fields(stage.config) if field.metadata.get("path")]
-        if stage.divisible and (paths or any(isinstance(pipeline.resources[need], Folder) for need in stage.needs)):
-            assert stage.opens or not stage.ships, name
+        own = any(isinstance(pipeline.resources[need], Folder) for need in stage.needs)
+        if stage.divisible and (own or any(field.metadata.get("path") for field in fields)):
+            assert stage.opens or not stage.ships, name  # or they cannot be sent
 
 
 # Without Ray
