@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import subprocess
@@ -104,9 +103,3 @@ def test_make_help_lists_the_targets_in_80_columns():
     lines = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"make train", "make status", "make compare"} <= {" ".join(line.split()[:2]) for line in lines}
     assert max(map(len, lines)) <= 80
-
-
-def test_a_full_disk_is_named_with_or_without_a_file():
-    full = "disk full; free some space and run again"
-    assert cli.one_line(OSError(errno.ENOSPC, "No space left on device")) == full
-    assert cli.one_line(OSError(errno.ENOSPC, "No space left on device", "a.csv")) == f"a.csv: {full}"

@@ -1,5 +1,6 @@
 """Wrong input on the command line: one clear line, exit code 2, and nothing is lost."""
 
+import errno
 import itertools
 import shutil
 import subprocess
@@ -84,15 +85,6 @@ def test_missing_and_truncated_weights_are_refused_with_the_name_of_the_file(pro
     assert "weights" in refused(project, "run", "embeddings", "--only")
 
 
-def test_messages_name_the_image_folder_without_dots_also_where_the_project_is_a_link(tmp_path, project):
-    new_project(tmp_path / "deep" / "new", {"images": str(project / "images"), "family": "tiny"})
-    projects.edit(tmp_path / "deep" / "new", str(project / "images"), "../../project/images")
-    (tmp_path / "link").symlink_to(tmp_path / "deep" / "new")
-    for place in ("deep/new", "link"):
-        found = Project(tmp_path / place).resource("image_folder")
-        assert ".." not in found.parts and found.samefile(project / "images")
-
-
 def test_init_overwrites_no_project_and_a_failed_one_leaves_no_file(tmp_path, project):
     text = (project / "project.toml").read_text()
     code, _, err = projects.said("init", str(project), "--images", str(project / "images"))
@@ -105,18 +97,27 @@ def test_init_overwrites_no_project_and_a_failed_one_leaves_no_file(tmp_path, pr
     assert said[-1].endswith(f"make train PROJECT='{tmp_path}/my cats'")
 
 
-def test_init_finds_weights_relative_to_the_current_folder(tmp_path, project, tiny_weights, monkeypatch):
+def test_init_finds_weights_relative_to_the_current_folder_and_the_image_folder_is_named_without_dots(
+    tmp_path, project, tiny_weights, monkeypatch
+):
     monkeypatch.chdir(tiny_weights.parent)
-    options = {"images": str(project / "images"), "family": "tiny", "weights": tiny_weights.name}
-    new_project(tmp_path / "deep" / "new", options)
-    made = Project(tmp_path / "deep" / "new")
-    assert made.component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
+    new, images = tmp_path / "deep" / "new", project / "images"
+    new_project(new, {"images": str(images), "family": "tiny", "weights": tiny_weights.name})
+    assert Project(new).component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
+    projects.edit(new, str(images), "../../project/images")
+    (tmp_path / "link").symlink_to(new)
+    for place in (new, tmp_path / "link"):
+        found = Project(place).resource("image_folder")
+        assert ".." not in found.parts and found.samefile(images)
 
 
-def test_a_system_error_names_its_file_and_not_its_number(tmp_path):
+def test_a_system_error_names_its_file_and_not_its_number_and_a_full_disk_is_said_with_or_without_one(tmp_path):
     with pytest.raises(OSError) as error:
         (tmp_path / "no").read_text()
     assert one_line(error.value) == f"{tmp_path}/no: no such file or directory"
+    full = "disk full; free some space and run again"
+    assert one_line(OSError(errno.ENOSPC, "No space left on device")) == full
+    assert one_line(OSError(errno.ENOSPC, "No space left on device", "a.csv")) == f"a.csv: {full}"
 
 
 # Arguments after `latentmill`, or lines added to project.toml, and what the answer must say.
