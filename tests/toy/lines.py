@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from stages.run import Run
-from stages.settings import Section, runtime, selects, setting
+from stages.settings import Section, runtime, selects
 from stages.stage import Stage
 from tests.toy.schemas import LINES
 
@@ -20,20 +20,16 @@ class LinesConfig(Section):
     """[lines]: which lines there are."""
 
     folder: str = selects("texts", "folder of text files")
-    lower: bool = setting(True, "store the text in lower case")
     batch_size: int = runtime(2, "rows per batch")
 
 
 def wanted_lines(run: Run[Any]) -> pa.Table:
     """All rows of the table, in full: reading the files is cheap."""
     folder = run.needs["text_folder"]
-    if not folder.is_dir():
-        raise ValueError(f"text folder {folder} does not exist: put text files there, or set lines.folder")
     rows = []
     for path in sorted(folder.rglob("*.txt")):
         name = path.relative_to(folder).as_posix()
         for number, text in enumerate(path.read_text().splitlines(), 1):
-            text = text.lower() if run.config.lower else text
             line_id = hashlib.sha256(f"{name} {number} {text}".encode()).hexdigest()
             rows.append({"line_id": line_id, "path": name, "number": number, "text": text, "words": len(text.split())})
     return LINES.select(rows, LINES.batch.names)
