@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from pipeline import runner
 from pipeline.api import Project as Api
 from pipeline.project.project import Project
 from tests import projects
-
-pytestmark = pytest.mark.slow
 
 EXAMPLE = projects.ROOT / "data" / "projects" / "example" / "images"
 COLOURS = {
@@ -113,10 +110,10 @@ def has_hue(found: np.ndarray, wanted: tuple[int, int, int]) -> bool:
     return bool(length > whole / 7 and one @ other > 0.9 * length * whole)
 
 
-@pytest.mark.proof("edit training learns to paint the background as the reference shows; a learning rate of 0 does not")
-def test_a_run_learns_to_paint_the_background_as_the_reference_shows(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
-    if not cases(0, 1):
-        pytest.skip("takes minutes; make prove runs it")
+@pytest.mark.proof(
+    "edit training learns to paint the background as the reference shows; a learning rate of 0 does not", long=True
+)
+def test_a_run_learns_to_paint_the_background_as_the_reference_shows(tmp_path: Path) -> None:
     learned = score(project(tmp_path / "learns"), "train.steps=300")
     still = score(project(tmp_path / "still"), "train.lr=1e-12", "train.steps=2")
     assert learned >= 0.8 and still <= 0.2, (learned, still)

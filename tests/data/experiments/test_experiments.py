@@ -1,7 +1,6 @@
 """The experiments on micro: what they compute is what they say, and the page has no number that is not in the results."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -32,12 +31,9 @@ def test_every_figure_of_the_page_is_there_and_small():
         assert (report.FOLDER / name).stat().st_size <= 60_000
 
 
-def test_the_results_are_of_the_pictures_that_are_there():
+def test_the_results_are_of_the_pictures_that_are_there_and_of_the_runs_that_the_script_makes():
     """Where this fails, the example has changed: run data.research.experiments.experiments, and read what the page then says."""
     assert RESULTS.select(what="data")[0]["sha256"] == runs.fingerprint()
-
-
-def test_the_results_are_of_the_runs_that_the_script_makes():
     rows = RESULTS.select(what="run")
     assert {row["run"]: row["set"] for row in rows} == {run: json.loads(json.dumps(runs.settings(run))) for run in runs.RUNS}
     pictures = RESULTS.select(what="picture")
@@ -77,20 +73,12 @@ def test_preservation_keeps_the_base_where_there_is_no_trigger_as_the_page_says(
     assert 0.5 < RESULTS.mean("style", "preserved")[0] < RESULTS.mean("style", "plain")[0]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_project(tmp_path_factory.mktemp("experiments") / "project")
-
-
-@pytest.mark.parametrize("run", runs.RUNS)
-def test_every_run_has_settings_that_the_project_takes(folder, run):
-    plain, own = (config.load(folder / config.FILE, changes).sections["train"] for changes in ((), runs.RUNS[run]))
-    assert (plain == own) == (run == "plain")
-
-
-def test_no_picture_is_both_trained_on_and_held_out_or_asked_for(folder):
-    project = Project(folder)
-    trained, held = (runs.captions(project.resource("image_folder") / part) for part in ("", "held"))
+def test_every_run_has_settings_that_the_project_takes_and_no_picture_trained_on_is_held_out_or_asked_for(tmp_path):
+    folder = runs.make_project(tmp_path / "project")
+    plain = config.load(folder / config.FILE).sections["train"]
+    for run, changes in runs.RUNS.items():
+        assert (plain == config.load(folder / config.FILE, changes).sections["train"]) == (run == "plain")
+    trained, held = (runs.captions(Project(folder).resource("image_folder") / part) for part in ("", "held"))
     assert len(trained) == 24 - len(runs.HELD_OUT) and len(held) == len(runs.HELD_OUT) + runs.HELD_OUT_REFERENCES
     every = [*trained.values(), *held.values(), *runs.SUBJECTS]
     assert len(set(every)) == len(every)
