@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,29 @@ CODE = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "code").mkdir()
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The place of a folder of code and of the cache of what was read of it. No test here changes it."""
+    place = tmp_path_factory.mktemp("read")
+    (place / "code").mkdir()
     for name, text in CODE.items():
-        (tmp_path / "code" / name).write_text(text)
+        (place / "code" / name).write_text(text)
+    return place
+
+
+@pytest.fixture
+def code(read: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(read / "cache"))
+    monkeypatch.chdir(read)
+    return read / "code"
+
+
+@pytest.fixture
+def folder(code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the code that was not read yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "code"
+    return Path(shutil.copytree(code, tmp_path / "code"))
 
 
 def find(*words: str) -> tuple[list[str], str]:
@@ -41,7 +57,7 @@ def find(*words: str) -> tuple[list[str], str]:
     return [each["path"] for each in json.loads(done.stdout)["results"]], done.stderr
 
 
-def test_code_in_seven_languages_without_a_docstring_is_found_where_it_stands(folder):
+def test_code_in_seven_languages_without_a_docstring_is_found_where_it_stands(code):
     asked = {
         "read a configuration file": "read.go",
         "add up the prices": "sum.rs",
@@ -72,9 +88,11 @@ def test_every_answer_is_of_the_files_as_they_are_now(folder):
     )
     paths, said = find("download a page", "code", "--path", "*.py", "--threshold", "0")
     assert (paths[0], set(paths), said) == ("code/web.py", {"code/web.py", "code/broken.py"}, "")
+    (folder / "note.py").write_text('def f(a):\n    """Water the flowers in the garden."""\n    b = a.x\n    return b + 1\n')
+    assert find("watering flowers", "code")[0][0] == "code/note.py", "by its docstring, which shares no word with its code"
 
 
-def test_an_edit_is_no_file_gone_and_what_cannot_be_read_is_named_until_it_can(folder, monkeypatch):
+def test_an_edit_is_no_file_gone_and_what_cannot_be_read_or_a_killed_search_left_is_in_a_later_answer(folder, monkeypatch):
     find("send an email", "code")
     (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
     (folder / "link.py").symlink_to("nowhere.py")
@@ -96,11 +114,10 @@ def test_an_edit_is_no_file_gone_and_what_cannot_be_read_is_named_until_it_can(f
     monkeypatch.setattr(sources, "read_bytes", read)
     monkeypatch.setattr(os, "access", access)
     assert find("paint a fence", "code")[0][0] == "code/locked.py"
-
-
-def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder, monkeypatch):
-    find("send an email", "code")
-    (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
+    # What a killed search had begun to take up.
+    (folder / "bird.py").write_text(
+        "def count_birds(birds):\n    found = [bird for bird in birds if bird.flies]\n    return len(found)\n"
+    )
     run = runner.run
 
     def killed(project, name, console):
@@ -108,40 +125,28 @@ def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder,
             raise RuntimeError
         return run(project, name, console)
 
-    monkeypatch.setattr(runner, "run", killed)
-    with pytest.raises(RuntimeError):
-        find("download a page", "code")
-    monkeypatch.setattr(runner, "run", run)
-    assert find("download a page", "code")[0][0] == "code/web.py"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(runner, "run", killed)
+        find("how many birds", "code")
+    assert find("how many birds", "code")[0][0] == "code/bird.py"
 
 
-def test_a_regular_expression_and_several_paths_limit_the_answers(folder):
+def test_a_regular_expression_and_several_paths_limit_the_answers_and_nonsense_finds_nothing(code):
     assert find("send an email", "code", "--regex", r"^def \w+_time", "--threshold", "0")[0] == ["code/broken.py"]
     paths = find("send an email", "code", "--path", "*.kt", "--path", "*.go", "--threshold", "0")[0]
     assert set(paths) == {"code/Mail.kt", "code/read.go"}
-
-
-def test_nonsense_finds_nothing(folder):
     for query in ("purple elephants dance over the moon", "qwzx vbnmt plork"):
         done = CliRunner().invoke(command, [query, "code"], catch_exceptions=False, standalone_mode=False)
         assert (done.stdout, done.return_value) == ("nothing found\n", 1)
 
 
-def test_a_docstring_is_found_that_shares_no_word_with_its_code(folder):
-    (folder / "note.py").write_text('def f(a):\n    """Water the flowers in the garden."""\n    b = a.x\n    return b + 1\n')
-    assert find("watering flowers", "code")[0][0] == "code/note.py"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_mistake_is_one_line(code):
+    (code.parent / "notes").mkdir()
+    (code.parent / "notes" / "a.txt").write_text("a")
+    for words, message in (
         ((" ", "code"), "find needs a query, such as"),
         (("x", "notes"), "holds no source file that"),
         (("x", "code", "--regex", "("), "--regex must be a regular expression"),
-    ],
-)
-def test_a_mistake_is_one_line(folder, words, message):
-    (folder.parent / "notes").mkdir()
-    (folder.parent / "notes" / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=message):
-        find(*words)
+    ):
+        with pytest.raises(ValueError, match=message):
+            find(*words)

@@ -47,6 +47,12 @@ def texts(folder):
     return {row["text"]: row["source"] for row in rows if row["role"] == "caption"}
 
 
+def edit(folder, edits, position=0):
+    """Store edits: image path -> new text, None to take it back."""
+    ids = {row["path"]: row["image_id"] for row in Project(folder).current("images").rows().to_pylist()}
+    write_edits(folder, {f"{ids[path]}:{position}": text for path, text in edits.items()})
+
+
 def test_captions_go_into_a_file_and_the_edited_file_comes_back_and_the_image_folder_is_not_written(project, tmp_path):
     file, before = tmp_path / "out.csv", sorted((path, path.stat().st_mtime_ns) for path in (project / "images").iterdir())
     assert f"wrote 2 captions to {file}" in latentmill(project, "captions", "--edit", str(file))
@@ -64,19 +70,16 @@ def test_captions_go_into_a_file_and_the_edited_file_comes_back_and_the_image_fo
     assert before == sorted((path, path.stat().st_mtime_ns) for path in (project / "images").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_file_that_fits_no_caption_is_one_line_and_changes_nothing(project, tmp_path):
+    latentmill(project, "captions")
+    before, file = texts(project), tmp_path / "wrong.csv"
+    for text, message in (
         ("path,text\na,b\n", "must have the columns image_id, position and text, got path, text"),
         ("image_id,position,text\nabc,0,x\n", "line 2: names no caption of this project"),
         ('image_id,position,text\nabc,0,"x\n', "not valid CSV"),
-    ],
-)
-def test_a_file_that_fits_no_caption_is_one_line_and_changes_nothing(project, tmp_path, text, message):
-    latentmill(project, "captions")
-    before, file = texts(project), tmp_path / "wrong.csv"
-    file.write_text(text)
-    assert message in latentmill(project, "captions", "--apply", str(file), code=2)
+    ):
+        file.write_text(text)
+        assert message in latentmill(project, "captions", "--apply", str(file), code=2)
     assert texts(project) == before
 
 
@@ -179,8 +182,7 @@ def test_lint_sums_up_what_it_says_of_many_pictures_and_json_names_them_all(tmp_
 def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_either_can_be_taken(tmp_path, tiny_weights):
     folder = make(tmp_path / "project", tiny_weights, images=2)
     latentmill(folder, "captions")
-    ids = {row["path"]: row["image_id"] for row in answer(Project(folder), "select path, image_id from images").to_pylist()}
-    write_edits(folder, {f"{ids[f'picture{number}.png']}:0": f"edited {number}" for number in range(2)})
+    edit(folder, {f"picture{number}.png": f"edited {number}" for number in range(2)})
     assert "changed after" not in latentmill(folder, "captions") + latentmill(folder, "lint")
     (folder / "images" / "picture0.txt").write_text("newer")
     said = "picture0.png: picture0.txt has changed since this edit"
@@ -257,12 +259,6 @@ def test_page_report_and_sheets_of_crops_show_transparent_pictures_on_the_colour
     assert (np.abs(sheet.astype(int) - (0, 128, 255)).max(axis=-1) <= 2).sum() > 5 * 4000
 
 
-def edit(folder, edits):
-    """Store edits: image path -> new text, None to take it back."""
-    ids = {row["path"]: row["image_id"] for row in Project(folder).current("images").rows().to_pylist()}
-    write_edits(folder, {f"{ids[path]}:0": text for path, text in edits.items()})
-
-
 @pytest.fixture
 def mixed(tmp_path, tiny_weights):
     """A project with a template, whose captions lie in a sidecar, in a folder of captions, in metadata, and in a file name."""
@@ -322,8 +318,7 @@ def test_one_line_of_a_sidecar_with_many_captions_is_written(mixed):
     projects.edit(mixed, "[captions]", '[captions]\nlines = "many"')
     (mixed / "images" / "picture0.txt").write_text("first\n\nsecond\n")
     projects.build(mixed, "captions")
-    ids = {row["path"]: row["image_id"] for row in Project(mixed).current("images").rows().to_pylist()}
-    write_edits(mixed, {f"{ids['picture0.png']}:1": "ohwx, other, film"})
+    edit(mixed, {"picture0.png": "ohwx, other, film"}, position=1)
     latentmill(mixed, "captions", "--sidecars")
     assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"
 
@@ -352,7 +347,12 @@ def test_undo_keeps_a_newer_edit_and_writing_follows_no_link_out_of_the_folder(m
     assert texts(mixed)["ohwx, newer, film"] == "edit" and "ohwx, one, film" not in texts(mixed)
 
 
-def test_undo_writes_no_file_that_is_no_caption_of_the_project(mixed):
+def test_undo_writes_no_file_that_is_no_caption_of_the_project_and_a_record_of_another_program_is_one_line(mixed):
+    odd = {"batch": 0, "file": "a.txt", "after": "", "edits": {"a:0": 3}}
+    bare = {"batch": 0, "file": "a.txt", "after": "", "edits": {}}
+    for line in ("[" * 60_000, "7", "{}", '{"undone": []}', json.dumps(odd | {"before": None}), json.dumps(bare)):
+        (mixed / "captions.written.jsonl").write_text(line + "\n")
+        assert "captions.written.jsonl:1: not" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
     for name in ("../../notes.txt", "notes.md", "../letters/a.txt"):
         target = mixed / "images" / name
         target.parent.mkdir(exist_ok=True)
@@ -361,16 +361,6 @@ def test_undo_writes_no_file_that_is_no_caption_of_the_project(mixed):
         (mixed / "captions.written.jsonl").write_text(json.dumps(line) + "\n")
         assert f"names {name}, which is no caption file" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
         assert target.read_text() == "mine"
-
-
-ODD = '{"batch": 0, "file": "a.txt", "after": "", "before": null, "edits": {"a:0": 3}}'
-BARE = '{"batch": 0, "file": "a.txt", "after": "", "edits": {}}'
-
-
-@pytest.mark.parametrize("line", ["[" * 60_000, "7", "{}", '{"undone": []}', ODD, BARE])
-def test_a_record_of_written_captions_that_another_program_wrote_is_one_line(line, mixed):
-    (mixed / "captions.written.jsonl").write_text(line + "\n")
-    assert "captions.written.jsonl:1: not" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
 
 
 def test_nothing_is_written_if_one_file_cannot_be(mixed):

@@ -49,21 +49,16 @@ def test_an_image_is_the_preview_of_the_same_prompt_seed_and_adapter_to_the_bit(
     np.testing.assert_array_equal(np.asarray(adapter.generate(row["prompt"], seed=row["seed"])), expected)
 
 
-def test_arguments_replace_the_settings_of_samples(built):
+def test_arguments_replace_the_settings_of_samples_and_memory_is_released(built):
     adapter = Project(built).adapter()
+    mx.clear_cache()
+    before = mx.get_active_memory()
     plain, wide = adapter.generate("a red thing"), adapter.generate("a red thing", width=96, height=32)
     assert plain.size == (64, 64) and wide.size == (96, 32)
     others = [{"seed": 1}, {"steps": 3}, {"guidance": 1.0}, {"strength": 0.5}]
     images = [np.asarray(adapter.generate("a red thing", **change)) for change in others]
+    assert mx.get_active_memory() <= before
     assert all(not np.array_equal(image, np.asarray(plain)) for image in images)
-
-
-def test_memory_is_released_after_an_image(built):
-    adapter = Project(built).adapter()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    image = adapter.generate("a red thing")
-    assert image.size == (64, 64) and mx.get_active_memory() <= before
 
 
 def pictures(folder: Path, *words: str) -> list[np.ndarray]:
@@ -156,13 +151,6 @@ def test_an_average_of_all_checkpoints_is_a_file_that_draws(built, tmp_path):
     assert "average needs two checkpoints or more, found 1" in projects.latentmill(built, "average", "--step", "3", code=2)
 
 
-def test_only_a_model_that_the_adapter_fits_may_draw(built):
-    said = projects.latentmill(built, "generate", "a", "--family", "klein-4b", code=2)
-    assert "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'" in said
-    with pytest.raises(ValueError, match=r"samples.weights must be empty without another samples.family"):
-        Project(built, {"samples.weights": "somewhere"}).recipe("samples")
-
-
 def wish(seeds: int = 3, **given: Any) -> generate.Wish:
     return generate.Wish(("a thing that nobody drew",), tuple(range(seeds)), given=given)
 
@@ -213,6 +201,8 @@ def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anythin
 
 
 def test_the_bits_of_the_text_encoder_decide_the_id_of_a_picture_and_16_keep_that_of_earlier_versions(built):
+    with pytest.raises(ValueError, match=r"samples.weights must be empty without another samples.family"):
+        Project(built, {"samples.weights": "somewhere"}).recipe("samples")
     sixteen, eight = (generate._weights(Project(built, {"embeddings.bits": bits})) for bits in (16, 8))
     assert "text_bits" not in sixteen and sixteen != eight
 
@@ -235,6 +225,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         (["a", "--step", "5"], "its checkpoints are 2, 4, 6"),
         (["--file", "nothing.txt"], "nothing.txt cannot be read"),
         (["a", "--strength-for", "x"], "--strength-for must be PATTERN=FACTOR"),
+        (["a", "--family", "klein-4b"], "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'"),
     ],
 )
 def test_a_wrong_wish_is_one_line(built, words, said):
