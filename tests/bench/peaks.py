@@ -79,7 +79,7 @@ class OwnMemory:
     """Memory of this process without mapped files, in GB, read every 10 ms: at the start of the block, and the largest."""
 
     def __enter__(self) -> OwnMemory:
-        self.before = self.peak = self._now()
+        self.before = self.peak = own_gb()
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -91,9 +91,16 @@ class OwnMemory:
 
     def _read(self) -> None:
         while not self._ended.wait(0.01):
-            self.peak = max(self.peak, self._now())
+            self.peak = max(self.peak, own_gb())
 
-    @staticmethod
-    def _now() -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return round(next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024 / 1e9, 2)
+
+def own_gb() -> float:
+    return round(anonymous_memory() / 1e9, 2)
+
+
+def anonymous_memory() -> int:
+    """Of this process, without mapped files: bytes, or 0 where the system does not report it (macOS)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon")) * 1024

@@ -1,15 +1,13 @@
-"""Measure how long a training step waits for its rows: `python -m tests.bench.reading --gb 4`.
+"""Measure how long a training step waits for its rows, and what their checksums add: the kinds "loader" and "checksums".
 
 Latents and embeddings of a synthetic project (random values, the tensor shapes of a family at one resolution) are written
 as shards into a temporary folder and read once in shuffled order, as training reads them: pages are prefetched one step
-ahead, and each tensor is copied once into MLX. The output is one JSON row: the time per step of reading alone (training
-overlaps it with the device's work), and the anonymous memory of the process over the epoch, which must not grow with the
-table.
+ahead, and each tensor is copied once into MLX. Measured are the time per step of reading alone (training overlaps it with the
+device's work), and the anonymous memory of the process over the epoch, which must not grow with the table.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -19,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pyarrow as pa
 
@@ -28,9 +25,9 @@ from pipeline.store.shards import ShardReader, write_shard
 from schemas.table import TableSchema
 from schemas.text_to_image import EMBEDDINGS, LATENTS
 from stages.tuner.loop import Loader
+from tests.bench.peaks import anonymous_memory
 
 ROWS_PER_SHARD = 8
-TEXT_ROWS = 512
 STEP_S = (
     0.06  # seconds of a training step's work: klein 4B at 512 px takes 0.062 on one H200, the fastest device that was measured
 )
@@ -55,15 +52,6 @@ def write_random_rows(folder: Path, schema: TableSchema, shape: tuple[int, ...],
         table = pa.Table.from_pylist(rows, schema=pa.schema(schema.columns)).append_column(tensor, lists)
         stored.append(write_shard(folder, table.cast(schema.batch), schema))
     return pa.concat_tables(stored)
-
-
-def anonymous_memory() -> int:
-    """Bytes, or 0 where the system does not report it (macOS)."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def read_steps(readers: tuple[ShardReader, ShardReader], count: int) -> Iterator[tuple[float, int]]:
@@ -191,18 +179,3 @@ def check_samples(count: int, pixels: int, text_rows: int, features: int) -> dic
     medians = {what: statistics.median(found) for what, found in seconds.items()}
     size = sum(2 * int(np.prod(shape)) for shape in shapes.values())
     return {"sample_bytes": size, "rows": count, "s": statistics.median(added), "step_s": STEP_S} | medians | waits
-
-
-@click.command()
-@click.option("--gb", default=4.0, show_default=True, help="Size of both tables together, GB.")
-@click.option("--pixels", default=1024, show_default=True, help="Side of the square images, pixels.")
-@click.option("--features", default=7680, show_default=True, help="Width of an embedding; 7680 is klein 4B's.")
-def main(gb: float, pixels: int, features: int) -> None:
-    import stages  # noqa: F401  (before mlx.core)
-
-    sample_bytes = 2 * (128 * (pixels // 16) ** 2 + TEXT_ROWS * features)
-    click.echo(json.dumps(read_epoch(int(gb * 1e9 / sample_bytes), pixels, TEXT_ROWS, features)))
-
-
-if __name__ == "__main__":
-    main()
