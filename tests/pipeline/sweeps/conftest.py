@@ -10,15 +10,14 @@ from tests.pipeline.sweeps import life
 from tests.pipeline.sweeps.forks import Forks
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")  # of the package, it would be started again where another package's tests come between
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        with Forks(tmp_path_factory.mktemp("forks")) as made:
-            yield made
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    made.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def finished(
     forks: Forks, tmp_path_factory: pytest.TempPathFactory, seeded_weights: Callable[[str], Path]
 ) -> Callable[[str], tuple[Path, dict[str, str]]]:

@@ -4,8 +4,7 @@ The process has one thread, because it uses nothing of what it imports; so forki
 preloaded. It counts the steps of a fork on the disk below a folder. It can kill the fork before a given step, refuse writes
 as a full disk does, or record the steps.
 
-    with Forks(folder) as forks:
-        done = forks.call(function, "argument", watch=project, kill=17)
+    done = Forks(folder).call(function, "argument", watch=project, kill=17)
 """
 
 from __future__ import annotations
@@ -74,27 +73,20 @@ def mark(text: str) -> None:
 
 
 class Forks:
-    """The process that is forked. disk.c is compiled into `folder`."""
+    """The process that is forked. disk.c is compiled into `folder`, which is also its cache."""
 
     def __init__(self, folder: Path) -> None:
-        self.library = folder / "disk.so"
-
-    def __enter__(self) -> Forks:
-        compiler = os.environ.get("CC", "cc").split()
+        compiler, library = os.environ.get("CC", "cc").split(), folder / "disk.so"
         if not shutil.which(compiler[0]):
             pytest.skip(f"needs the C compiler {compiler[0]}: apt install gcc")
-        subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", self.library, SOURCE, "-ldl", "-lpthread"], check=True)
+        subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
         words = [sys.executable, "-m", "tests.pipeline.sweeps.forks"]
-        environment = {**os.environ, "LD_PRELOAD": str(self.library)}
+        environment = {**os.environ, "LD_PRELOAD": str(library), "XDG_CACHE_HOME": str(folder)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        self.process.wait(SECONDS)
-        self.process.stdout.close()
+    def close(self) -> None:
+        self.process.communicate(timeout=SECONDS)
 
     def call(
         self,

@@ -13,15 +13,14 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CUTS = ("synced", "holes", "any", "names", "journal", "all")
 PAGE = 4096
 HEAD = struct.Struct("<IIIIQq")
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """`kind` is its letter in disk.c."""
 
     kind: str
@@ -40,7 +39,6 @@ class Node:
     target: str = ""
     data: bytes = b""  # at the beginning of the record
     times: tuple[int, int] | None = None
-    number: int = 0
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Disk:
 
     def _load(self, path: Path) -> Node:
         stat = path.lstat()
-        node = Node(times=(stat.st_atime_ns, stat.st_mtime_ns), number=stat.st_ino)
+        node = Node(times=(stat.st_atime_ns, stat.st_mtime_ns))
         if path.is_symlink():
             node.target = str(path.readlink())
         elif path.is_dir():
@@ -103,7 +101,7 @@ class Disk:
         elif step.kind == "T":
             self._data(step.inode, Change(self.time, size=step.offset))
         elif step.kind in "CM":
-            self.inodes[step.inode] = Node({} if step.kind == "M" else None, number=step.inode)
+            self.inodes[step.inode] = Node({} if step.kind == "M" else None)
             self._name((step.path, self.inodes[step.inode]))
         elif step.kind == "S":
             self._name((step.path, Node(target=step.other)))
