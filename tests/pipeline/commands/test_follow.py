@@ -34,6 +34,7 @@ def test_the_lines_go_through_every_table(project: FakeProject) -> None:
         "512: 512 x 512 from 480 x 480 at (80, 0), scale 1.07, crop loss 25.0 %, 1024 tokens",
         "512 x 512: 1 x 2 x 2 bfloat16, mean 0.500, std 1.118, largest 2.00; " + part,
         "drawn 20 times in 40 steps, once without its caption: steps 2, 4, 6",
+        "no preview has a caption of this image as prompt; previews: 2, prompts: 1",
     ):
         assert fact in text, fact
 
@@ -44,43 +45,25 @@ def test_the_mean_loss_is_compared_with_all_images_at_the_same_noise_levels(proj
     assert lines[0].split("mean loss ")[1] == "0.8750; all images at these noise levels 0.8125; all samples 0.8125"
 
 
-def test_a_held_out_image_is_told_by_its_validation_loss_only(project: FakeProject) -> None:
+def test_an_image_that_was_rejected_held_out_drawn_as_a_preview_or_never_drawn_is_told_so(project: FakeProject) -> None:
     text = follow_text(project, "late.png")
-    assert (
-        "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the lowest 2.0000 at step 20"
-        in text
-    )
-    assert "drawn" not in text
-
-
-def test_an_image_that_was_rejected_or_never_drawn_is_told_so(project: FakeProject) -> None:
+    measured = "held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the lowest 2.0000 at step 20"
+    assert measured in text and "512 x 512: not encoded, cannot be decoded" in text and "drawn" not in text
     text = follow_text(project, "mute.png")
     assert "captions  none" in text and "latents   none" in text and "never drawn in 40 steps" in text
     assert "768: not trained, too_small" in follow_text(project, "b.png")
-    assert "512 x 512: not encoded, cannot be decoded" in follow_text(project, "late.png")
     assert "not used: truncated: ends after 99 bytes" in follow_text(project, "broken.jpg")
-
-
-def test_previews_drawn_with_the_images_caption_are_listed(project: FakeProject) -> None:
     assert "step 40: previews/40.png" in follow_text(project, "sub/b.png")
-    assert "no preview has a caption of this image as prompt; previews: 2, prompts: 1" in follow_text(project, "a.jpg")
 
 
-@pytest.mark.parametrize("what", ["sub/b.png", "b.png", "SUB/", digest("sub/b.png"), digest("sub/b.png")[:7].upper(), "Blue DOG"])
-def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: FakeProject, what: str) -> None:
-    assert follow_text(project, what).startswith("images    sub/b.png\n")
-
-
-def test_an_image_is_found_by_its_path_on_disk(project: FakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: FakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     file = project.resource("image_folder") / "sub" / "b.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
-    assert follow_text(project, str(file)).startswith("images    sub/b.png\n")
     monkeypatch.chdir(file.parent)
-    assert follow_text(project, "b.png").startswith("images    sub/b.png\n")
-
-
-def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> None:
+    number = digest("sub/b.png")
+    for what in ("sub/b.png", "b.png", "SUB/", number, number[:7].upper(), "Blue DOG", str(file)):
+        assert follow_text(project, what).startswith("images    sub/b.png\n"), what
     text = follow_text(project, "copy-of-a.jpg")
     assert "not used: duplicate: of a.jpg" in text and "the same bytes are also in a.jpg" in text
 

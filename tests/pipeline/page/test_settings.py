@@ -6,6 +6,7 @@ import html
 import re
 import tomllib
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_save_changes_the_lines_that_were_changed_and_no_other(page, built):
     assert tomllib.loads((built / FILE).read_text()) == old
 
 
-def test_of_two_tabs_the_second_is_refused_and_keeps_what_it_typed(page, built):
+def test_of_two_tabs_the_second_is_refused_and_keeps_what_it_typed_and_a_file_changed_by_hand_stays(page, built, monkeypatch):
     tab = page.get("/settings").text
     assert send(page, "save", train__steps="9").status_code == 303
     saved = (built / FILE).read_bytes()
@@ -95,18 +96,15 @@ def test_of_two_tabs_the_second_is_refused_and_keeps_what_it_typed(page, built):
     assert fields(second.text)["train.rank"] == "4" and fields(second.text)["train.steps"] == "9"
     assert send(page, "save", second.text).status_code == 303
     assert load(built / FILE).sections["train"].rank == 4 and load(built / FILE).sections["train"].steps == 9
-
-
-def test_a_file_changed_between_reading_and_writing_is_not_overwritten(page, built, monkeypatch):
     texts_lock = edit.texts_lock
 
-    def late(folder: Path):
+    def late(folder: Path):  # by hand, between reading and writing
         (built / FILE).write_text((built / FILE).read_text() + "# by hand\n")
         return texts_lock(folder)
 
     monkeypatch.setattr(edit, "texts_lock", late)
-    assert send(page, "save", train__steps="9").status_code == 409
-    assert "# by hand" in (built / FILE).read_text() and "steps = 6" in (built / FILE).read_text()
+    assert send(page, "save", train__steps="8").status_code == 409
+    assert "# by hand" in (built / FILE).read_text() and load(built / FILE).sections["train"].steps == 9
 
 
 def test_a_value_with_which_the_project_would_not_open_is_never_written(page, built):
@@ -114,7 +112,6 @@ def test_a_value_with_which_the_project_would_not_open_is_never_written(page, bu
     form = fields(send(page, "all").text) | {"act": "save"}
     for key, text, said in [
         ("train.steps", "0", "train.steps must be &gt;= 1"),
-        ("train.steps", "many", "train.steps must be a whole number"),
         ("train.steps", "1\nrank = 3", "train.steps must be a whole number"),
         ("train.steps", "1" * 5000, "train.steps"),
         ("train.precision", "float8", "train.precision must be"),
@@ -126,15 +123,9 @@ def test_a_value_with_which_the_project_would_not_open_is_never_written(page, bu
         ("train.base_bits_for", "{a = 3}", "base_bits_for must give"),
     ]:
         for act in ("check", "save"):
-            body = "&".join(f"{name}={_quoted(value)}" for name, value in (form | {"act": act, key: text}).items())
+            body = urlencode(form | {"act": act, key: text}, errors="surrogatepass")
             answer = page.post("/settings", content=body, headers={"content-type": "application/x-www-form-urlencoded"})
             assert answer.status_code in (400, 422) and said in answer.text and (built / FILE).read_bytes() == before
-
-
-def _quoted(value: str) -> str:
-    from urllib.parse import quote
-
-    return quote(value.encode("utf-8", "surrogatepass"))
 
 
 def test_what_does_not_fit_is_refused_with_a_button_that_puts_in_settings_that_fit(page, monkeypatch):
@@ -153,19 +144,12 @@ def test_what_does_not_fit_is_refused_with_a_button_that_puts_in_settings_that_f
 
     monkeypatch.setattr(edit.outlook, "forecast", small)
     refused = send(page, "check", train__lr="2e-3")
-    (button,) = re.findall(r'<button name="take" value="([^"]*)">([^<]*)', refused.text)
-    assert (
-        "train needs about" in refused.text
-        and html.unescape(button[1]) == 'Take [train] base_bits = 4; [train.optimizer] kind = "lion"'
-    )
-    form = fields(refused.text) | {"take": html.unescape(button[0])}
-    taken = page.post("/settings", data=form).text
+    ((value, words),) = re.findall(r'<button name="take" value="([^"]*)">([^<]*)', refused.text)
+    assert "train needs about" in refused.text
+    assert html.unescape(words) == 'Take [train] base_bits = 4; [train.optimizer] kind = "lion"'
+    taken = page.post("/settings", data=fields(refused.text) | {"take": html.unescape(value)}).text
     assert 'role="alert"' not in taken
-    assert {key: fields(taken)[key] for key in ("train.lr", "train.base_bits", "train.optimizer.kind")} == {
-        "train.lr": "2e-3",
-        "train.base_bits": "4",
-        "train.optimizer.kind": "lion",
-    }
+    assert [fields(taken)[f"train.{key}"] for key in ("lr", "base_bits", "optimizer.kind")] == ["2e-3", "4", "lion"]
 
 
 def test_a_search_finds_settings_by_their_reasons_and_keeps_what_was_typed(page):
@@ -212,11 +196,8 @@ FILES = (
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from(FILES),
-    st.dictionaries(st.sampled_from(KEYS), VALUES),
-)
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(FILES), st.dictionaries(st.sampled_from(KEYS), VALUES))
 def test_an_edited_text_says_what_was_asked_and_keeps_every_comment_of_other_lines(text, changes):
     try:
         after = edit.edited(text, changes)
