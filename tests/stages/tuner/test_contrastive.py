@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.t5 import model as module
@@ -38,14 +39,14 @@ SAME = np.zeros((B, N), bool)
 SAME[0, 3] = SAME[2, 7] = True
 
 
-def torch_maxsim(torch: Any, q: Any, d: Any, mean: bool) -> Any:
-    scores = torch.einsum("bqe,nke->bqnk", q, d).masked_fill(~torch.tensor(DOCUMENT_REAL), -torch.inf).amax(-1)
-    real = torch.tensor(QUERY_REAL)
+def torch_maxsim(q: Any, q_real: np.ndarray, d: Any, d_real: np.ndarray, mean: bool) -> Any:
+    scores = torch.einsum("bqe,nke->bqnk", q, d).masked_fill(~torch.tensor(d_real), -torch.inf).amax(-1)
+    real = torch.tensor(q_real)
     summed = (scores * real[:, :, None]).sum(1)
     return summed / real.sum(1, keepdim=True) if mean else summed
 
 
-def torch_xtr(torch: Any, q: Any, d: Any) -> Any:
+def torch_xtr(q: Any, d: Any) -> Any:
     """As the paper has it: alignment by the k largest of all document tokens; Z counts the tokens that retrieved the document."""
     scores = torch.einsum("bqe,nke->bqnk", q, d).masked_fill(~torch.tensor(DOCUMENT_REAL), -torch.inf)
     rows = []
@@ -64,7 +65,7 @@ def torch_xtr(torch: Any, q: Any, d: Any) -> Any:
     return torch.stack(rows)
 
 
-def torch_info_nce(torch: Any, scores: Any, symmetric: bool) -> Any:
+def torch_info_nce(scores: Any, symmetric: bool) -> Any:
     logits = (scores / 0.05).masked_fill(torch.tensor(SAME), -torch.inf)
     own = torch.arange(B)
     loss = torch.nn.functional.cross_entropy(logits, own, reduction="none")
@@ -73,7 +74,7 @@ def torch_info_nce(torch: Any, scores: Any, symmetric: bool) -> Any:
     return loss
 
 
-def torch_margin(torch: Any, scores: Any) -> Any:
+def torch_margin(scores: Any) -> Any:
     others = scores.masked_fill(torch.tensor(SAME) | torch.eye(B, N, dtype=torch.bool), -torch.inf)
     return torch.relu(0.2 - scores.diagonal() + others.amax(1))
 
@@ -93,12 +94,10 @@ def loss_of(kind: str, scores_BN: mx.array) -> mx.array:
 @pytest.mark.parametrize("kind", ["one way", "symmetric", "margin"])
 @pytest.mark.parametrize("form", ["mean", "sum", "xtr"])
 def test_losses_and_their_gradients_are_those_of_pytorch(form: str, kind: str) -> None:
-    import torch
-
     q, d = (torch.tensor(value.astype(np.float64), requires_grad=True) for value in (QUERIES, DOCUMENTS))
-    scores = torch_xtr(torch, q, d) if form == "xtr" else torch_maxsim(torch, q, d, form == "mean")
+    scores = torch_xtr(q, d) if form == "xtr" else torch_maxsim(q, QUERY_REAL, d, DOCUMENT_REAL, form == "mean")
     scale = 1 / 7 if form == "sum" else 1  # the sum form's temperature is longer by the length of a query
-    theirs = torch_margin(torch, scores) if kind == "margin" else torch_info_nce(torch, scores * scale, kind == "symmetric")
+    theirs = torch_margin(scores) if kind == "margin" else torch_info_nce(scores * scale, kind == "symmetric")
     theirs.mean().backward()
 
     def run(q: mx.array, d: mx.array) -> tuple[mx.array, mx.array]:
@@ -148,7 +147,7 @@ def adapter(model: T5) -> tuple[dict[str, mx.array], dict[str, float]]:
     rng = np.random.default_rng(2)
     arrays = fresh_adapter(targets, seed=3)
     filled = {
-        n: mx.array(rng.normal(size=a.shape) / 20, mx.float32) if n.endswith(lora.ZERO_AT_START) else a for n, a in arrays.items()
+        n: mx.array(rng.normal(size=a.shape) / 25, mx.float32) if n.endswith(lora.ZERO_AT_START) else a for n, a in arrays.items()
     }
     return filled, target_scales(targets)
 
@@ -180,11 +179,11 @@ def gradients(model: T5, pairs: int, size: int | None, document: int = DOCUMENT,
     return loss_and_grads_in_parts(model, arrays, scales, parts, joined, loss, plan)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 5, 16])
-def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole_batch(size: int) -> None:
+@pytest.mark.parametrize(("size", "plan"), [(1, "whole"), (5, "whole"), (16, "whole"), (4, "blocks"), (None, "blocks")])
+def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole_batch_by_any_plan(size: int | None, plan: str) -> None:
     model = encoder()
     whole, wanted = gradients(model, PAIRS, None)
-    found, grads = gradients(model, PAIRS, size)
+    found, grads = gradients(model, PAIRS, size, plan=plan)
     assert np.abs(np.array(found["loss"]) - np.array(whole["loss"])).max() <= 1e-5 * np.abs(np.array(whole["loss"])).max()
     assert found["rank"].tolist() == whole["rank"].tolist()
     assert set(grads) == set(wanted)
@@ -192,14 +191,6 @@ def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole_batch(size:
     apart = max(mx.abs(grads[name] - wanted[name]).max().item() for name in wanted)
     assert apart <= 1e-7, (apart, largest)
     assert largest >= 1e-2, "the gradient is far above the limit"
-
-
-def test_every_plan_gives_the_gradient_of_the_whole_graph() -> None:
-    model = encoder()
-    _, wanted = gradients(model, PAIRS, None)
-    for size in (None, 4):
-        _, grads = gradients(model, PAIRS, size, plan="blocks")
-        assert all(np.allclose(grads[name], wanted[name], atol=1e-6) for name in wanted)
 
 
 def test_four_parts_take_at_most_half_of_the_memory() -> None:
@@ -216,29 +207,24 @@ def test_four_parts_take_at_most_half_of_the_memory() -> None:
     assert peak(4) <= peak(None) / 2
 
 
-RANK, ALPHA, SCALE = 4, 8.0, 2.0
-
-
 def torch_gradients(
-    model: Any, head: np.ndarray, arrays: dict[str, mx.array], batch: list[Any]
+    model: Any, head: np.ndarray, arrays: dict[str, mx.array], scales: dict[str, float], batch: list[Any]
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The loss and its gradients in PyTorch: the adapter's arrays are added to the weights of transformers' own modules."""
-    import torch
     from torch.func import functional_call
 
     own = {name: torch.tensor(np.array(value), requires_grad=True) for name, value in arrays.items()}
     base, weights = model.state_dict(), {}
     for name in {name.removesuffix(lora.A) for name in own if name.endswith(lora.A)}:
-        weights[f"{name}.weight"] = base[f"{name}.weight"] + SCALE * own[name + lora.B] @ own[name + lora.A]
+        weights[f"{name}.weight"] = base[f"{name}.weight"] + scales[name] * own[name + lora.B] @ own[name + lora.A]
     projection = torch.tensor(head) + own["head.linear" + lora.DIFF]
     vectors = []
     for ids, real in batch:
         kwargs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real).long()}
         states = functional_call(model, weights, (), kwargs).last_hidden_state
         vectors.append(torch.nn.functional.normalize(states @ projection.T, dim=-1))
-    (q, d), (q_real, d_real) = vectors, (torch.tensor(real) for _, real in batch)
-    best = torch.einsum("bqe,nke->bqnk", q, d).masked_fill(~d_real, -torch.inf).amax(-1)
-    scores = (best * q_real[:, :, None]).sum(1) / q_real.sum(1, keepdim=True)
+    (q, d), (q_real, d_real) = vectors, (real for _, real in batch)
+    scores = torch_maxsim(q, q_real, d, d_real, mean=True)
     loss = torch.nn.functional.cross_entropy(scores / 0.5, torch.arange(len(scores)))
     loss.backward()
     return loss.item(), {name: value.grad.numpy() for name, value in own.items()}
@@ -251,19 +237,13 @@ def test_the_loss_and_every_gradient_are_those_of_pytorch(form: str, attention: 
     model, head = reference(form)
     encoder = ours(model, head)
     assert HEAD not in model.state_dict()
-    targets = select_targets(encoder.linears(), ("*",), RANK, ALPHA, whole=("head.linear",))
-    per_block = 7 if form == "gated" else 6
-    assert len(targets) == 3 * per_block + 1
-    rng = np.random.default_rng(3)
-    arrays = {
-        name: mx.array(rng.normal(size=a.shape) / 30, mx.float32) if name.endswith(lora.ZERO_AT_START) else a
-        for name, a in fresh_adapter(targets, seed=0).items()
-    }
+    arrays, scales = adapter(encoder)
+    assert len(scales) == 3 * (7 if form == "gated" else 6) + 1
     batch = [texts(99, 6, 9, seed=1), texts(99, 6, 128 if attention == "fused" else 30, seed=2)]
     inputs = {"ids": [mx.array(ids) for ids, _ in batch], "real": [mx.array(real) for _, real in batch]}
     loss = functools.partial(contrast, query_real=inputs["real"][0], document_real=inputs["real"][1])
-    found, grads = loss_and_grads(encoder, arrays, target_scales(targets), inputs, loss)
-    wanted_loss, wanted = torch_gradients(model, head, arrays, batch)
+    found, grads = loss_and_grads(encoder, arrays, scales, inputs, loss)
+    wanted_loss, wanted = torch_gradients(model, head, arrays, scales, batch)
     assert found["loss"].mean().item() == pytest.approx(wanted_loss, rel=1e-5)
     assert set(grads) == set(wanted)
     for name, value in wanted.items():
