@@ -66,20 +66,15 @@ def test_a_folder_without_a_readable_state_is_no_checkpoint(tmp_path, text):
     assert checkpoint.find_checkpoints(tmp_path) == []
 
 
-def test_checkpoints_are_listed_newest_first_and_only_the_newest_retain_their_optimizer_state(tmp_path):
-    for step in (5, 20, 10):
+# The second: a run made shorter retains its own beside those of the longer one.
+@pytest.mark.parametrize(("steps", "last", "left"), [((5, 20, 10), 20, [20, 10]), ((30, 20, 1, 2, 3), 3, [30, 20, 3, 2])])
+def test_checkpoints_are_listed_newest_first_and_only_the_newest_retain_their_optimizer_state(steps, last, left, tmp_path):
+    for step in steps:
         save(tmp_path, step)
-    assert [found.step for found in checkpoint.find_checkpoints(tmp_path)] == [20, 10, 5]
-    checkpoint.prune(tmp_path, 20, 2)
-    assert [found.intact(OPTIMIZER) for found in checkpoint.find_checkpoints(tmp_path)] == [True, True, False]
+    assert [found.step for found in checkpoint.find_checkpoints(tmp_path)] == sorted(steps, reverse=True)
+    checkpoint.prune(tmp_path, last, 2)
+    assert [found.step for found in checkpoint.find_checkpoints(tmp_path) if found.intact(OPTIMIZER)] == left
     assert all(found.intact(ADAPTER, ROWS) for found in checkpoint.find_checkpoints(tmp_path))
-
-
-def test_a_run_made_shorter_retains_its_own_states_beside_those_of_the_longer_one(tmp_path):
-    for step in (30, 20, 1, 2, 3):
-        save(tmp_path, step)
-    checkpoint.prune(tmp_path, 3, 2)
-    assert [found.step for found in checkpoint.find_checkpoints(tmp_path) if found.intact(OPTIMIZER)] == [30, 20, 3, 2]
 
 
 class Killed(BaseException):
@@ -89,7 +84,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("deleted", range(6))
 def test_a_kill_while_an_old_timed_checkpoint_is_deleted_leaves_no_damaged_one(deleted, tmp_path, monkeypatch):
     for step in (5, 10):
-        checkpoint.save(writer_into(tmp_path), step, ADAPTERS, STATES, pa.table({"step": [step]}), {}, {"timed": True})
+        save(tmp_path, step, timed=True)
     real, left = Path.unlink, [deleted]
 
     def unlink(path, missing_ok=False):

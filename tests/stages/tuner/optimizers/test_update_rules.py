@@ -173,17 +173,12 @@ def test_prodigy_changes_nothing_without_a_gradient():
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        (
-            "adamw8bt",
-            {},
-            "kind must be one of adamw, adamw8bit, adafactor, lion, prodigy, got 'adamw8bt'; did you mean adamw8bit?",
-        ),
-        ("sgd", {}, "kind must be one of adamw, adamw8bit, adafactor, lion, prodigy, got 'sgd'"),
-        ("lion", {"beta_1": 0.9}, "beta_1 is not a setting of lion, which has beta1, beta2, weight_decay; did you mean beta1?"),
-        ("lion", {"eps": 1e-8}, "eps is not a setting of lion, which has beta1, beta2, weight_decay"),
+        ("adamw8bt", {}, r"kind must be one of adamw, .*, got 'adamw8bt'; did you mean adamw8bit\?$"),
+        ("sgd", {}, "kind must be one of adamw, .*, got 'sgd'$"),
+        ("lion", {"beta_1": 0.9}, r"beta_1 is not a setting of lion, which has beta1, .*; did you mean beta1\?$"),
+        ("lion", {"eps": 1e-8}, "eps is not a setting of lion, which has beta1, beta2, weight_decay$"),
     ],
 )
 def test_an_unknown_name_is_refused_in_one_line(name, numbers, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         make_optimizer(name, **numbers)
-    assert str(error.value) == message
