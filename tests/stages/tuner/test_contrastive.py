@@ -12,7 +12,7 @@ import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.t5 import model as module
-from stages.models.t5.model import HEAD, T5, T5Config
+from stages.models.t5.model import HEAD, T5
 from stages.tuner import contrastive as late
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
@@ -133,12 +133,6 @@ def test_scores_do_not_depend_on_the_size_of_a_chunk_of_queries(monkeypatch: pyt
 
 
 PAIRS, QUERY, DOCUMENT = 16, 6, 24
-CONFIG = T5Config(vocab_size=80, d_model=64, d_kv=16, d_ff=96, num_layers=3, num_heads=4, gated=True, dimensions=32)
-
-
-def encoder() -> T5:
-    rng = np.random.default_rng(1)
-    return T5(CONFIG, {n: mx.array(rng.normal(size=s) / s[-1] ** 0.5, mx.float32) for n, s in CONFIG.shapes().items()})
 
 
 def adapter(model: T5) -> tuple[dict[str, mx.array], dict[str, float]]:
@@ -153,10 +147,8 @@ def adapter(model: T5) -> tuple[dict[str, mx.array], dict[str, float]]:
 
 
 def batch(pairs: int, document: int = DOCUMENT) -> tuple[list[mx.array], list[mx.array]]:
-    rng = np.random.default_rng(4)
-    real = [np.arange(length)[None] < rng.integers(2, length + 1, pairs)[:, None] for length in (QUERY, document)]
-    ids = [np.where(mask, rng.integers(2, 80, mask.shape), 0) for mask in real]
-    return [mx.array(each) for each in ids], [mx.array(mask) for mask in real]
+    parts = [texts(99, pairs, length, seed=length) for length in (QUERY, document)]
+    return [mx.array(ids) for ids, _ in parts], [mx.array(real) for _, real in parts]
 
 
 def contrast(vectors: list[mx.array], query_real: mx.array, document_real: mx.array) -> dict[str, mx.array]:
@@ -181,7 +173,7 @@ def gradients(model: T5, pairs: int, size: int | None, document: int = DOCUMENT,
 
 @pytest.mark.parametrize(("size", "plan"), [(1, "whole"), (5, "whole"), (16, "whole"), (4, "blocks"), (None, "blocks")])
 def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole_batch_by_any_plan(size: int | None, plan: str) -> None:
-    model = encoder()
+    model = ours(*reference("gated"))
     whole, wanted = gradients(model, PAIRS, None)
     found, grads = gradients(model, PAIRS, size, plan=plan)
     assert np.abs(np.array(found["loss"]) - np.array(whole["loss"])).max() <= 1e-5 * np.abs(np.array(whole["loss"])).max()
@@ -194,7 +186,7 @@ def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole_batch_by_an
 
 
 def test_four_parts_take_at_most_half_of_the_memory() -> None:
-    model = encoder()
+    model = ours(*reference("gated"))
 
     def peak(size: int | None) -> int:
         mx.eval([block.weights for block in model.blocks])

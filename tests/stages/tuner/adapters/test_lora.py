@@ -71,13 +71,21 @@ def test_output_and_gradients_equal_pefts_and_the_merged_weight_gives_that_outpu
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bits", [16, 4])
-def test_a_fresh_adapter_changes_no_bit_of_the_output(variant, dtype, bits):
+def test_a_fresh_adapter_changes_no_bit_of_the_output_and_has_float32_gradients_beside_activations_in_their_own(
+    variant, dtype, bits
+):
     target = targets_of({"q": (24, 128)}, variant)
     weight, x = normal(5, 24, 128).astype(dtype), normal(6, 3, 128).astype(dtype)
     base = weight if bits == 16 else pack(weight, bits)
     fresh = fresh_adapter(target, 0, {"q": base})
-    y = lora.AdaptedLinear(fresh, target_scales(target))("q", base, x)
-    assert y.dtype == dtype
+    names = list(fresh)
+
+    def run(x, *values):
+        return lora.AdaptedLinear(dict(zip(names, values, strict=True)), target_scales(target))("q", base, x)
+
+    (y,), (dx, *grads) = mx.vjp(run, [x, *fresh.values()], [mx.ones((3, 24), dtype)])
+    assert y.dtype == dx.dtype == dtype
+    assert {g.dtype for g in grads} == {mx.float32}
     assert mx.array_equal(y, product(x, base))
     assert lora.largest_change(fresh).item() == 0
     assert {a.dtype for a in fresh.values()} == {mx.float32}
@@ -119,21 +127,6 @@ def test_a_compiled_block_takes_every_array_of_a_step_as_an_argument(variant, pl
             found.append(loss_and_grads(model, moved, target_scales(targets), {"x_BK": normal(step, 3, 8)}, loss, plan)[1])
     for plain, fast in zip(found[:2], found[2:], strict=True):
         assert_same(fast, plain)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_float32_adapters_keep_bfloat16_activations_and_their_gradients_in_bfloat16(variant):
-    target = targets_of({"q": (OUT, IN)}, variant)
-    weight, x = normal(5, OUT, IN).astype(mx.bfloat16), normal(6, 3, IN).astype(mx.bfloat16)
-    arrays = trained(target, {"q": weight})
-    names = list(arrays)
-
-    def run(x, *values):
-        return lora.AdaptedLinear(dict(zip(names, values, strict=True)), target_scales(target))("q", weight, x)
-
-    (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [mx.ones((3, OUT), mx.bfloat16)])
-    assert y.dtype == dx.dtype == mx.bfloat16
-    assert {g.dtype for g in grads} == {mx.float32}
 
 
 def test_a_magnitude_is_not_rounded_to_half_precision():

@@ -310,9 +310,8 @@ def use_cores(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_cores_give_the_losses_and_gradients_of_one(count, plan, use_cores):
+@pytest.mark.parametrize(("count", "plan"), [(2, "whole"), (2, 4), (3, "blocks"), (3, 2)])
+def test_several_cores_give_the_losses_and_gradients_of_one_and_every_time_the_same_bits(count, plan, use_cores):
     model = tiny()
     adapters, scales = trained(model)
     for name in list(scales)[::2]:  # every second one with a mask of ranks
@@ -325,38 +324,23 @@ def test_several_cores_give_the_losses_and_gradients_of_one(count, plan, use_cor
     losses_B, grads = loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), plan)
     assert mx.allclose(losses_B, true_B, rtol=1e-6)
     assert_same(grads, true, bound=1e-5)
+    again_B, same = loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), plan)
+    assert mx.array_equal(again_B, losses_B)
+    assert_same(same, grads, bound=0)
 
 
-def test_two_runs_on_several_cores_give_the_same_bits(use_cores):
-    model = tiny()
-    adapters, scales = trained(model)
-    use_cores(2)
-    runs = [loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), "blocks") for _ in range(3)]
-    for losses_B, grads in runs[1:]:
-        assert mx.array_equal(losses_B, runs[0][0])
-        assert_same(grads, runs[0][1], bound=0)
-
-
-def test_a_prediction_of_several_cores_has_the_samples_in_order(use_cores):
+def test_a_prediction_of_several_cores_has_the_samples_in_order_in_any_thread(use_cores):
     model = tiny()
     adapters, scales = trained(model)
     alone_BLC = predict(model, adapters, scales, batch(SAMPLES))
     mx.eval(alone_BLC)
     use_cores(3)
-    for found_BLC in (
-        predict(model, adapters, scales, batch(SAMPLES)),
-        BlockwiseForward(model, adapters, scales)(**batch(SAMPLES)),
-    ):
-        assert mx.allclose(found_BLC, alone_BLC, rtol=1e-5, atol=1e-6)
-
-
-def test_a_thread_of_the_program_computes_on_several_cores_too(use_cores):
-    model = tiny()
-    use_cores(2)
-    forward = BlockwiseForward(model)
-    alone_BLC = np.array(forward(**batch(SAMPLES)))
+    forward = BlockwiseForward(model, adapters, scales)
+    found_BLC = np.array(forward(**batch(SAMPLES)))
+    for each_BLC in (predict(model, adapters, scales, batch(SAMPLES)), found_BLC):
+        assert np.allclose(each_BLC, alone_BLC, rtol=1e-5, atol=1e-6)
     with ThreadPoolExecutor(1) as pool:
-        assert np.array_equal(pool.submit(lambda: np.array(forward(**batch(SAMPLES)))).result(), alone_BLC)
+        assert np.array_equal(pool.submit(lambda: np.array(forward(**batch(SAMPLES)))).result(), found_BLC)
 
 
 def test_several_texts_of_queries_and_documents_are_divided_alike(use_cores):
@@ -395,21 +379,15 @@ def test_a_gradient_of_its_own_is_computed_on_the_stream_of_the_operation():
     assert streams == [stream]
 
 
-def test_one_sample_one_core_and_a_gpu_divide_nothing(use_cores, monkeypatch):
+def test_the_parts_of_a_batch_share_the_cores_and_one_sample_one_core_and_a_gpu_divide_nothing(use_cores, monkeypatch):
     model = tiny()
     use_cores(1)
     assert on_cores(model, batch(SAMPLES)) is model
-    use_cores(4)
-    assert on_cores(model, batch(1)) is model
+    asked = use_cores(4)
+    assert [on_cores(model, batch(size)) is model for size in (2, 2, 1, 7)] == [False, False, True, False]
+    assert asked == [2, 4, 1]  # 2 threads for each of two parts, all 4 for one sample, 1 for each of four parts
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert on_cores(model, batch(SAMPLES)) is model
-
-
-def test_the_parts_of_a_batch_share_the_cores_for_their_products(use_cores):
-    asked = use_cores(4)
-    for size in (2, 2, 1, 7):
-        on_cores(tiny(), batch(size))
-    assert asked == [2, 4, 1]  # 2 threads for each of two parts, all 4 for one sample, 1 for each of four parts
 
 
 def test_the_blas_library_uses_the_number_of_threads_that_is_set():
