@@ -19,6 +19,7 @@ from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.contrastive import loss_and_grads_in_parts
 from tests.stages.models.t5.test_encoder import ours, reference, texts
+from tests.stages.tuner.blockwise.test_backprop import filled
 
 B, N, Q, K, E, TOP = 6, 9, 7, 11, 16, 40
 MOST = 1e-6
@@ -138,12 +139,7 @@ PAIRS, QUERY, DOCUMENT = 16, 6, 24
 def adapter(model: T5) -> tuple[dict[str, mx.array], dict[str, float]]:
     targets = select_targets(model.linears(), ("*",), rank=4, alpha=8.0, whole=("head.linear",))
     assert [t.name for t in targets if lora.DIFF in t.shapes] == ["head.linear"]
-    rng = np.random.default_rng(2)
-    arrays = fresh_adapter(targets, seed=3)
-    filled = {
-        n: mx.array(rng.normal(size=a.shape) / 25, mx.float32) if n.endswith(lora.ZERO_AT_START) else a for n, a in arrays.items()
-    }
-    return filled, target_scales(targets)
+    return filled(fresh_adapter(targets, seed=3), 0.04), target_scales(targets)
 
 
 def batch(pairs: int, document: int = DOCUMENT) -> tuple[list[mx.array], list[mx.array]]:

@@ -9,8 +9,8 @@ from stages.tuner.adapters.lora import product
 from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible, unpacked
 
 
-def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+def drawn(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape)))
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.12)])
@@ -20,15 +20,6 @@ def test_an_unpacked_weight_is_near_the_original(bits, bound):
     assert packed.bits == bits
     assert packed.dense().shape == weight.shape
     assert mx.linalg.norm(packed.dense() - weight).item() < bound * mx.linalg.norm(weight).item()
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_product_and_its_gradient_are_those_of_the_unpacked_weight(dtype):
-    x, dy, weight = drawn(2, 5, 128, dtype=dtype), drawn(2, 5, 96, dtype=dtype), pack(drawn(96, 128, dtype=dtype), 4)
-    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
-    assert y.dtype == dx.dtype == dtype
-    assert mx.array_equal(y, x @ unpacked(weight).T)
-    assert mx.array_equal(dx, dy @ unpacked(weight))
 
 
 def test_mx_compile_passes_a_packed_weight_on_as_one():

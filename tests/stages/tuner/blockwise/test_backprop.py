@@ -20,6 +20,7 @@ from stages.models.family import Block
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
 from stages.own_gradient import OwnGradient
+from stages.tuner import diffusion
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
 from stages.tuner.blockwise import device
@@ -69,12 +70,18 @@ def packed_and_dense(bits: int, config: Flux2Config = CONFIG) -> tuple[Flux2, Fl
     return model, dense
 
 
+def filled(fresh: dict[str, mx.array], size: float = 0.15) -> dict[str, mx.array]:
+    """Arrays as they are after some steps: nothing zero, magnitudes a little off their start."""
+    drawn = {name: mx.random.normal(value.shape, key=mx.random.key(i)) for i, (name, value) in enumerate(fresh.items())}
+    zero = {name: size * drawn[name] for name in fresh if name.endswith(lora.ZERO_AT_START)}
+    return (
+        fresh | zero | {name: value * (1 + 0.1 * drawn[name]) for name, value in fresh.items() if name.endswith(lora.MAGNITUDE)}
+    )
+
+
 def trained(model: Flux2, patterns: tuple[str, ...] = ("*",)) -> tuple[dict[str, mx.array], dict[str, float]]:
     targets = select_targets(model.linears(), patterns, rank=4, alpha=6.0)
-    adapters = fresh_adapter(targets, seed=3)
-    rng = np.random.default_rng(2)
-    filled = {n: mx.array(rng.normal(size=a.shape) / 8, mx.float32) if n.endswith("B.weight") else a for n, a in adapters.items()}
-    return filled, target_scales(targets)
+    return filled(fresh_adapter(targets, seed=3)), target_scales(targets)
 
 
 def batch(size: int = 2) -> dict:
@@ -88,12 +95,8 @@ def batch(size: int = 2) -> dict:
     }
 
 
-def squared(prediction: mx.array, target: mx.array) -> mx.array:
-    return mx.square(prediction.astype(mx.float32) - target).mean(axis=(1, 2))
-
-
-def loss_of(size: int = 2, seed: int = 9):
-    return functools.partial(squared, target=mx.random.normal((size, 12, 8), key=mx.random.key(seed)))
+def loss_of(size: int = 2):
+    return functools.partial(diffusion.mse, target_BLC=mx.random.normal((size, 12, 8), key=mx.random.key(9)))
 
 
 def linear_for(adapters, scales):
