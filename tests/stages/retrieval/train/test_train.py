@@ -187,11 +187,12 @@ def test_a_mistake_is_one_line(copy: Path, overrides: dict[str, Any], message: s
 
 @pytest.mark.slow
 @pytest.mark.proof("two ranks compare every pair with the whole batch as one process does")
-def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(base: Path, tmp_path: Path, cases) -> None:
+def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(base: Path, tmp_path: Path, cases, capfd) -> None:
     every: tuple[dict[str, Any], ...] = ({"micro_batch": 2, "hard_negatives": 2, "accumulate": 2, "ema__decay": 0.5}, {})
     for number, settings in enumerate(every[: cases(1, 2)]):
         places = [Path(shutil.copytree(base, tmp_path / str(number) / name / "project")) for name in ("alone", "ranked")]
         compare_ranks(settings, *places)
+        assert "2 ranks train together" in capfd.readouterr().err
 
 
 def compare_ranks(settings: dict[str, Any], copy: Path, other: Path) -> None:
@@ -199,7 +200,7 @@ def compare_ranks(settings: dict[str, Any], copy: Path, other: Path) -> None:
     whole = train(copy, **settings)
     given = {f"train.{name.replace('__', '.')}": value for name, value in settings.items()}
     overrides = [f"--set={name}={value}" for name, value in given.items()]
-    assert "2 ranks train together" in projects.latentmill_process(other, "launch", "--ranks", "2", *overrides)
+    projects.latentmill(other, "launch", "--ranks", "2", *overrides)
     ranked = project.rows(other, "train", given)
     place = ["step", "split", "sample", "pair_id", "rank", "hardest_id"]
     whole, ranked = (sorted(rows, key=lambda row: [row[name] for name in place]) for rows in (whole, ranked))
