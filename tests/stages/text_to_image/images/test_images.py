@@ -10,7 +10,7 @@ import pytest
 from stages.text_to_image.checks import mark_near_duplicates
 from stages.text_to_image.images import folder
 from stages.text_to_image.images import stage as images
-from stages.text_to_image.images.folder import scan
+from stages.text_to_image.images.folder import pair_references, scan
 from stages.text_to_image.images.stage import STAGE
 from stages.text_to_image.imaging.usable import names_copy
 from tests.stages.text_to_image.images.folders import Project, draw
@@ -185,3 +185,25 @@ def test_equal_images_with_references_of_their_own_count_as_one_image():
     rows = [row("a.png", "A"), row("b.png", "A", rejected="duplicate"), row("c.png", "C"), row("d.png", "D", rejected="damaged")]
     rows += [row(f"control/{name}.png", name.upper() * 2, of=f"{name}.png") for name in "abd"]
     assert list(folder.describe(rows)) == ["paired images: 2 references in control/ for 1 of 2 images"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "folders", "pairs"),
+    [
+        (["cat.png", "control/cat.jpg"], None, {"control/cat.jpg": ("cat.png", 1)}),
+        (["a/cat.png", "a/control/cat.png"], None, {"a/control/cat.png": ("a/cat.png", 1)}),
+        (["main/cat.png", "control_1/cat.png"], None, {"control_1/cat.png": ("main/cat.png", 1)}),
+        (["main/a/cat.png", "control/a/cat.png"], None, {"control/a/cat.png": ("main/a/cat.png", 1)}),
+        (["cat_in.png", "cat_out.webp"], None, {"cat_in.png": ("cat_out.webp", 1)}),
+        (["x/1_start.png", "x/1_end.png"], None, {"x/1_start.png": ("x/1_end.png", 1)}),
+        (["cat_in.png", "dog_out.png"], None, {}),
+        (["cat.png", "control/dog.png"], None, {}),  # a folder of the subject that is only called so
+        (["a.png", "control/a.png", "control/b.png"], None, {"control/a.png": ("a.png", 1), "control/b.png": (None, 1)}),
+        (["a.png", "y/a.png", "in/x/a.png"], ("y", "in/x"), {"y/a.png": ("a.png", 1), "in/x/a.png": ("a.png", 2)}),
+        (["cat.png", "control/cat.png"], (), {}),
+        (["cafe\u0301.png", "control/caf\u00e9.png"], None, {"control/caf\u00e9.png": ("cafe\u0301.png", 1)}),
+    ],
+)
+def test_a_reference_has_the_name_of_its_image(paths, folders, pairs):
+    assert pair_references(paths, folders) == pairs
+    assert pair_references(reversed(paths), folders) == pairs

@@ -122,20 +122,14 @@ def test_a_worker_elsewhere_gets_the_file_that_holds_the_images_once(kind: str, 
         assert file.path.parent == folder / "images" and [file.path.read_bytes()] == sent
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "said"),
-    [
-        ("cut.tar", b"\0" * 100 + b"x" * 2000, r"cut\.tar cannot be read: .*copy it again"),
-        ("cut.parquet", b"PAR1 and no more", r"cut\.parquet cannot be read: "),
-        ("cut.arrow", b"ARROW1 and no more", r"cut\.arrow cannot be read: "),
-    ],
-)
-def test_a_damaged_file_is_one_line(tmp_path: Path, tiny_weights: Path, name: str, data: bytes, said: str) -> None:
+def test_a_damaged_file_is_one_line(tmp_path: Path, tiny_weights: Path) -> None:
     folder = projects.make(tmp_path / "project", tiny_weights, images=0)
-    (folder / "images" / name).write_bytes(data)
-    with pytest.raises(ValueError, match=said) as error:
-        build(folder, "images")
-    assert "\n" not in str(error.value)
+    for name, data in (("cut.tar", bytes(100) + b"x" * 2000), ("cut.parquet", b"PAR1 and"), ("cut.arrow", b"ARROW1 and")):
+        (folder / "images" / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read: .*move it out") as error:
+            build(folder, "images")
+        assert "\n" not in str(error.value)
+        (folder / "images" / name).unlink()
 
 
 def test_a_table_without_images_is_no_image_and_a_wrong_caption_column_is_named(tmp_path: Path, tiny_weights: Path) -> None:

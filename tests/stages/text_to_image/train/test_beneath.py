@@ -1,7 +1,9 @@
-"""Adapters beneath the trained one: as if they had been merged into the weights, which they are not when drawn = false."""
+"""Other adapters: those beneath the trained one, as if merged into the weights, and the one that a run starts from."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,9 @@ from pipeline.commands.text_to_image.export import write_merged
 from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
+from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import Variant, adapter_metadata, fresh_adapter, select_targets, target_weights
 from tests.stages.text_to_image.train.runs import BASE, TINY, Run
-
-STEPS = 5
 
 
 def adapter(file: Path, transformer: Path, variant: Variant, seed: int) -> Path:
@@ -35,7 +36,7 @@ def adapter(file: Path, transformer: Path, variant: Variant, seed: int) -> Path:
 def test_training_over_a_frozen_adapter_is_training_on_weights_into_which_it_was_merged(transformer, tmp_path, variant):
     file = adapter(tmp_path / "beneath.safetensors", transformer, variant, 1)
     merged = write_merged(transformer, TINY, file, tmp_path / "merged", dtype="float32")
-    config = replace(BASE, steps=STEPS, checkpoint_every=STEPS, lr=1e-3)
+    config = replace(BASE, steps=5, checkpoint_every=5, lr=1e-3)
     over = Run(tmp_path / "over", transformer, replace(config, beneath=(BeneathConfig(str(file)),))).go()
     on = Run(tmp_path / "on", merged, config).go()
     plain = Run(tmp_path / "plain", transformer, config).go()
@@ -71,3 +72,56 @@ def test_with_packed_weights_on_disk_the_adapter_beneath_is_in_them(wide, tmp_pa
     config = replace(BASE, steps=2, base_bits=8, stream_blocks=True)
     over = Run(tmp_path / "over", wide, replace(config, beneath=(BeneathConfig(str(file)),))).go()
     assert over.rows == Run(tmp_path / "on", merged, config).go().rows
+
+
+# From which a run starts
+
+
+@pytest.fixture(scope="module")
+def first(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of a run."""
+    run = Run(tmp_path_factory.mktemp("first"), wide, replace(BASE, steps=1)).go()
+    return run.folder / "artifacts" / checkpoint.ADAPTER
+
+
+def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe(first, wide, tmp_path):
+    file = Path(shutil.copy(first, tmp_path))
+    run = Run(tmp_path / "second", wide, replace(BASE, initial=str(file), rank=3))
+    made = run.training()
+    saved = mx.load(str(file))
+    for name in made.scales:
+        given = saved[name + lora.B] @ saved[name + lora.A]
+        np.testing.assert_allclose(
+            np.array(made.scales[name] * made.adapter[name + lora.B] @ made.adapter[name + lora.A]), np.array(given), atol=1e-6
+        )
+    before = STAGE.snapshot(run.context()).to_pylist()
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert STAGE.snapshot(run.context()).to_pylist() != before
+    run.config = replace(BASE, initial=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"\[train\] initial: there is no file"):
+        STAGE.snapshot(run.context())
+
+
+def test_an_error_about_targets_or_ranks_names_the_setting(wide, tmp_path):
+    for values, said in (
+        ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
+        ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
+        ({"rslora": True}, r"\[train\] rslora needs an alpha, .*; alpha = 1.41 gives a scale of 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Run(tmp_path / "second", wide, replace(BASE, **values)).training()
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "said"),
+    [
+        ({"rank": 1}, {}, r"\[train\] initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2$"),
+        ({}, {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}, r"initial: the adapter .* is it of another model\?"),
+    ],
+)
+def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(values, sizes, said, first, wide, tmp_path):
+    bare = tmp_path / "transformer"  # sizes, and no weights at all
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(json.loads((wide / "config.json").read_text()) | sizes))
+    with pytest.raises(ValueError, match=said):
+        Run(tmp_path / "second", bare, replace(BASE, initial=str(first), **values)).go()

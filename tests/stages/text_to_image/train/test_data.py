@@ -1,4 +1,4 @@
-"""Which rows a run trains on, and how often: rates by resolution and folder, and the images that are held out."""
+"""Which rows a run trains on, and how often: rates by resolution and folder, the images that are held out, and wrong settings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import Counter
 import pytest
 
 from pipeline.project.project import Project
+from pipeline.project.recipe import recorded, settings_of
 from schemas.text_to_image import CAPTIONS
+from stages.text_to_image.captions.stage import CaptionsConfig
+from stages.text_to_image.slider import SliderConfig
 from stages.text_to_image.train.batches import build_sampler
-from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
+from stages.text_to_image.train.config import DataConfig, TLoraConfig, TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import folder_rates, held_out, load_dataset, rates
 from stages.text_to_image.train.stage import snapshot
+from stages.tuner.config import OptimizerConfig
 from stages.tuner.order import Order
 from tests import projects
 
@@ -72,24 +76,6 @@ def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
         held_out(ValidationConfig(paths=("hold/*",)), NAMES)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DataConfig(resolutions={"512px": 1}), "such as 512, got '512px'"),
-        (lambda: DataConfig(resolutions={"512": 0}), "must have a value above 0"),
-        (lambda: DataConfig(resolutions={}), "must have a value above 0"),
-        (lambda: DataConfig(repeats={"a": -1}), "repeats must be >= 0 and <= 1000 each, got -1 for 'a'"),
-        (lambda: DataConfig(repeats={"a": 1e9}), r"repeats must be .*, got 1000000000.0 for 'a'"),
-        (lambda: DataConfig(repeats={"a": 1e-9}), "repeats must be .*, got 1e-09 for 'a'"),
-        (lambda: ValidationConfig(sigmas=(0.5, 0.5)), "sigmas must be different levels above 0"),
-        (lambda: ValidationConfig(sigmas=(0.0,)), "sigmas must be different levels above 0"),
-    ],
-)
-def test_an_error_about_a_value_out_of_range_names_the_setting(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def image(folder=None, use=None, repeats=None, weight=None):
     return {"folder": folder, "use": use, "repeats": repeats, "weight": weight}
 
@@ -142,3 +128,46 @@ def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(t
     projects.build(folder, "captions")
     after = snapshot(Project(folder).open("train"))["caption_id"].to_pylist()
     assert "weights [1.0, 2.0, 1.0]" in after, "the text that is there twice"
+
+
+SLIDER = SliderConfig("{caption}, old", "{caption}, young", ("a man",))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (DataConfig, {"resolutions": {"512px": 1}}, "such as 512, got '512px'"),
+        (DataConfig, {"resolutions": {"512": 0}}, "must have a value above 0"),
+        (DataConfig, {"resolutions": {}}, "must have a value above 0"),
+        (DataConfig, {"repeats": {"a": -1}}, "repeats must be >= 0 and <= 1000 each, got -1 for 'a'"),
+        (DataConfig, {"repeats": {"a": 1e9}}, r"repeats must be .*, got 1000000000.0 for 'a'"),
+        (DataConfig, {"repeats": {"a": 1e-9}}, "repeats must be .*, got 1e-09 for 'a'"),
+        (ValidationConfig, {"sigmas": (0.5, 0.5)}, "sigmas must be different levels above 0"),
+        (ValidationConfig, {"sigmas": (0.0,)}, "sigmas must be different levels above 0"),
+        (OptimizerConfig, {"kind": "lion", "eps": 1e-6}, "eps is not a setting of lion"),
+        (TrainConfig, {"base_bits_for": {"*": 5}}, r"base_bits_for must give 16, 8 or 4 bits, got 5 for '\*'"),
+        (TrainConfig, {"optimizer": OptimizerConfig(kind="prodigy")}, "lr must be >= 0.01 with prodigy"),
+        (TrainConfig, {"rslora": True, "variant": "lokr"}, "rslora has no effect with variant"),
+        (TrainConfig, {"tlora": TLoraConfig(), "variant": "dora"}, 'tlora needs variant = "lora", got "dora"'),
+        (
+            TrainConfig,
+            {"tlora": TLoraConfig(), "initial": "a.safetensors"},
+            "initial must be unset with tlora's start",
+        ),
+        (TrainConfig, {"tlora": TLoraConfig(min_rank=33)}, "min_rank must be at most the rank, 32, got 33"),
+        (TrainConfig, {"slider": SLIDER, "validation": ValidationConfig()}, r"validation must be unset with \[train.slider\]"),
+        (
+            TrainConfig,
+            {"slider": SLIDER, "data": DataConfig(backwards=("*",))},
+            r"backwards must be unset with \[train.slider\]",
+        ),
+    ],
+)
+def test_an_error_about_a_value_out_of_range_or_contradictory_settings_names_them(section, values, message):
+    with pytest.raises(ValueError, match=message):
+        section(**values)
+
+
+def test_a_feature_that_is_not_set_is_in_no_recipe():
+    assert not {"tlora", "rank_dropout", "beneath", "slider"} & recorded(TrainConfig()).keys()
+    assert "slider" not in recorded(CaptionsConfig()) and "backwards" not in settings_of(TrainConfig()).get("data", {})

@@ -4,6 +4,7 @@ give none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from stages.tuner.health import LossCheck
 from stages.tuner.task import ExpectedLoss
+from tests.projects import ROOT
 from tests.stages.text_to_image.train import sound_runs
 from tests.stages.text_to_image.train.sound_runs import Case, guidance_cases, long_cases, planted_cases, problem, run, sound_cases
 
@@ -78,3 +80,18 @@ def test_a_loss_that_collapses_after_the_start_ends_the_run_and_one_that_was_nev
     with pytest.raises(ValueError, match=said):
         checked([0.6 + each for each in noise[:60]] + [4 + each for each in noise])
     assert checked([1.8 + each for each in noise]) == checked([0.6 + each for each in noise]) == []
+
+
+ROWS = [json.loads(line) for line in (ROOT / "data" / "measurements" / "sound_runs.jsonl").read_text().splitlines()]
+CASES = [*long_cases(), *guidance_cases(), *sound_cases(), *planted_cases()]
+
+
+def test_the_rows_of_measurements_hold_every_run_once() -> None:
+    assert sorted(row["case"] for row in ROWS) == sorted(case.name for case in CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_measured_run_did_as_it_should(case: Case) -> None:
+    row = next(row for row in ROWS if row["case"] == case.name)
+    assert (row["steps"], row["problem"], len(row["warnings"])) == (case.config.steps, "", bool(case.warning))
+    assert row["last"] < row["first"] or not case.falls
