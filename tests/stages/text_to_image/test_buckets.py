@@ -134,16 +134,6 @@ def test_rows_do_not_depend_on_the_order_of_the_resolutions_and_a_single_resolut
     assert [row["rejected"] for row in computed(tmp_path, table, upscale=True)] == [None] * 4
 
 
-def test_an_added_resolution_makes_only_its_own_rows_pending(tmp_path):
-    table = images((2000, 1500), (1800, 1200))
-    stored = run(STAGE, context(STAGE, tmp_path, {"images": table}, config=BucketsConfig()))
-    config = BucketsConfig(resolutions=(512, 768, 1024))
-    made = context(STAGE, tmp_path, {"images": table}, config=config, stored=stored)
-    assert [row["resolution"] for row in run(STAGE, made).to_pylist()] == [1024, 1024]
-    made = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig(), stored=stored)
-    assert run(STAGE, made).num_rows == 0
-
-
 def test_the_summary_of_each_resolution_is_given_once_and_only_for_new_rows(tmp_path):
     lines = []
     table = images((2000, 1500), (600, 400), (100, 80))

@@ -10,6 +10,7 @@ from PIL import Image
 
 from pipeline.api import Project
 from pipeline.commands.init import new_project
+from pipeline.project.edit import edited
 from stages.text_to_image.samples.stage import file_name
 from tests import projects
 
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
     folder = projects.make_slider(tmp_path_factory.mktemp("slider") / "project", tiny_weights)
+    file = folder / "project.toml"
+    file.write_text(edited(file.read_text(), {"samples.width": 32, "samples.height": 32, "samples.steps": 1}))
     told = projects.latentmill(folder, "plan")
     assert "2 drawings" in told and "10 previews" in told
     projects.latentmill(folder, "run", "samples")

@@ -172,7 +172,7 @@ def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(
 
 
 def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path) -> None:
-    plan, before, encoder = loaded(tmp_path / "weights", replace(FLOAT32, bits=4), False, 512, 2048, 128)
+    plan, before, encoder = loaded(tmp_path / "weights", replace(FLOAT32, bits=4), False, 384, 1536, 128)
     mx.reset_peak_memory()
     with live_memory_limit(before + plan.live):
         list(encoder.encode(["a cat", "a dog"]))

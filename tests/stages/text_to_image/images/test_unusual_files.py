@@ -4,21 +4,20 @@ import gzip
 import io
 import os
 import struct
-import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from stages.text_to_image.images.stage import STAGE
-from stages.text_to_image.imaging import packed
+from stages.text_to_image.imaging import decode, packed
 from tests.harness import run
 from tests.stages.text_to_image.images.folders import draw
-from tests.stages.text_to_image.imaging.pictures import saved
+from tests.stages.text_to_image.imaging.pictures import chunk, saved, tar
 
 
 def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(project, probed):
@@ -58,15 +57,6 @@ def test_folders_nested_a_thousand_deep_are_searched(project, monkeypatch):
         Path("d").rmdir()
 
 
-def test_a_file_that_could_not_be_read_and_is_gone_is_not_tried_again(project):
-    draw(project.source / "a.png")
-    (project.source / "b.mp4").write_bytes(b"film")
-    project.run()
-    assert STAGE.redo(project.context())["path"].to_pylist() == ["b.mp4"]
-    (project.source / "b.mp4").unlink()
-    assert STAGE.redo(project.context()).num_rows == 0
-
-
 @pytest.mark.parametrize("replace", [lambda path: None, os.mkfifo])
 def test_a_file_deleted_or_replaced_by_a_pipe_between_scan_and_read_is_an_unreadable_row(replace, project):
     draw(project.source / "a.png")
@@ -79,25 +69,23 @@ def test_a_file_deleted_or_replaced_by_a_pipe_between_scan_and_read_is_an_unread
     assert rows["b.png"]["rejected"] == "unreadable" and rows["b.png"]["image_id"] == ""
 
 
-def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
-    import pillow_heif
-
-    from stages.text_to_image.imaging import decode
-
-    pillow_heif.register_heif_opener()
-
+def test_an_unreadable_file_is_tried_again_although_it_did_not_change_unless_it_is_gone(project, monkeypatch):
     def without_decoder():
         raise decode.ImageError("unsupported", "no decoder")
 
-    Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
+    pillow_heif.register_heif_opener()
+    draw(project.source / "a.png")
+    (project.source / "b.heic").write_bytes(saved(Image.new("RGB", (80, 80), "lime"), "HEIF"))
+    (project.source / "c.mp4").write_bytes(b"film")
     with monkeypatch.context() as patch:
         patch.setattr(decode, "_register_heif", without_decoder)
-        (project.source / "b.heic").write_bytes(saved(Image.new("RGB", (80, 80), "lime"), "HEIF"))
         project.run()
         assert project.verdicts()["b.heic"] == "unsupported"
         assert project.run() == {}
+    assert STAGE.redo(project.context())["path"].to_pylist() == ["b.heic", "c.mp4"]
+    (project.source / "c.mp4").unlink()
     assert list(project.run()) == ["b.heic"]
-    assert project.verdicts()["b.heic"] is None
+    assert project.verdicts()["b.heic"] is None and STAGE.redo(project.context()).num_rows == 0
 
 
 def test_linked_folders_are_followed_unless_they_are_the_systems_loops_end_and_a_named_pipe_is_never_opened(project, probed):
@@ -125,16 +113,6 @@ def test_a_file_name_that_is_not_utf_8_becomes_an_unreadable_row(project):
     assert (row["path"], row["rejected"]) == ("b\\xff.png", "unreadable") and "not UTF-8" in row["detail"]
 
 
-def tar(*members: tuple[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as opened:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            opened.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
 def table(write, values: list[bytes], **options) -> bytes:
     file = io.BytesIO()
     write(pa.table({"image": pa.array(values, pa.binary())}), file, **options)
@@ -151,9 +129,7 @@ PNG = saved(Image.linear_gradient("L"))
 
 def animated(frames: int) -> bytes:
     """A PNG whose header says that it has so many frames."""
-    body = struct.pack(">II", frames, 0)
-    chunk = struct.pack(">I", len(body)) + b"acTL" + body + struct.pack(">I", zlib.crc32(b"acTL" + body))
-    return PNG[:33] + chunk + PNG[33:]
+    return PNG[:33] + chunk(b"acTL", struct.pack(">II", frames, 0)) + PNG[33:]
 
 
 def scans(count: int) -> bytes:

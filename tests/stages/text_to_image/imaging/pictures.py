@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tarfile
 import zlib
 
 import numpy as np
@@ -32,12 +33,23 @@ def refused(data):
     return error.value
 
 
+def chunk(kind, data):
+    """Of a PNG file."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png(width, height, depth, colour, rows, *chunks):
     """Build a PNG file byte by byte, for kinds that Pillow does not write. colour: 0 grey, 2 RGB."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
     body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunk(*c) for c in chunks) + body + chunk(b"IEND", b"")
+
+
+def tar(*members):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as opened:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            opened.addfile(info, io.BytesIO(data))
+    return file.getvalue()

@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from pipeline import runner
 from pipeline.on_ray import Packer
 from pipeline.project.project import Project
 from tests import projects
+from tests.stages.text_to_image.imaging.pictures import tar
 
 pytestmark = pytest.mark.slow
 
@@ -41,23 +41,17 @@ def pictures(count: int, size: tuple[int, int] = SIZE) -> dict[str, bytes]:
     return found
 
 
-def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
-
-
 def pack(folder: Path, kind: str, images: dict[str, bytes], text: str = "a thing {}") -> None:
     """Write the pictures with captions as a WebDataset tar, a Parquet file, or an Arrow file of `save_to_disk`."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "tar":
-        with tarfile.open(folder / "train-000.tar", "w") as tar:
-            for n, (name, data) in enumerate(images.items()):
-                add(tar, name, data)
-                if n % 2:
-                    add(tar, name.replace(".png", ".txt"), text.format(n).encode())
-                else:
-                    add(tar, name.replace(".png", ".json"), json.dumps({"caption": text.format(n), "width": 3}).encode())
+        members = list(images.items())
+        for n, name in enumerate(images):
+            if n % 2:
+                members.append((name.replace(".png", ".txt"), text.format(n).encode()))
+            else:
+                members.append((name.replace(".png", ".json"), json.dumps({"caption": text.format(n), "width": 3}).encode()))
+        (folder / "train-000.tar").write_bytes(tar(*members))
         return
     values = [{"bytes": data, "path": name} for name, data in images.items()]
     table = pa.table({"image": values, "text": [text.format(n) for n in range(len(values))], "label": [0] * len(values)})

@@ -88,18 +88,27 @@ def test_a_stop_takes_effect_after_the_current_denoising_step_and_nothing_is_dra
     assert bar[-1] == (3 * STEPS, 3 * STEPS)
 
 
-def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(root: Path, whole, tmp_path: Path) -> None:
-    config, seen = replace(CONFIG, checkpoints=()), tmp_path / "artifacts" / "images"
+def test_a_stop_between_two_pictures_leaves_the_rest_to_the_next_run_and_a_crash_after_it_leaves_the_grid(
+    root: Path, whole, tmp_path: Path
+) -> None:
+    config, seen, grid = replace(CONFIG, checkpoints=()), tmp_path / "artifacts" / "images", {"path": "grid.png"}
     expected = whole[1].to_pylist()[:4]
     stored = harness.run(STAGE, context(root, tmp_path, config, stop=lambda: any(seen.glob("*.png"))))
     assert stored["path"].to_pylist() == [expected[0]["path"]]
     autoencoder = {"autoencoder": root / "weights" / "vae", "train": root / "train"}  # and no transformer
     second = context(root, tmp_path, config, stored=stored, weights=autoencoder)
-    rest = harness.run(STAGE, second).to_pylist()
-    assert [row["path"] for row in rest] == [row["path"] for row in expected[1:]]
-    assert all(row["seconds"] > 0 for row in rest)
-    assert files(second) == {"grid.png", *(row["path"] for row in expected)}
+    grey = pixels(second, grid)
+    rest = harness.collect(STAGE, STAGE.run(second))  # and no `finish`: the process was killed
+    assert rest["path"].to_pylist() == [row["path"] for row in expected[1:]]
+    assert all(row["seconds"] > 0 for row in rest.to_pylist())
     assert all(np.array_equal(pixels(second, row), pixels(whole[0], row)) for row in expected)
+    last = context(root, tmp_path, config, stored=pa.concat_tables([stored, rest]))
+    harness.run(STAGE, last)
+    shown = pixels(last, grid)
+    assert files(last) == {"grid.png", *(row["path"] for row in expected)}
+    (tmp_path / "artifacts" / "grid.png").unlink()
+    harness.run(STAGE, last)
+    assert np.array_equal(pixels(last, grid), shown) and not np.array_equal(shown, grey)
 
 
 def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(whole) -> None:
@@ -135,21 +144,6 @@ def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, 
     harness.run(STAGE, fewer)
     with Image.open(file) as image:
         assert image.size == (220 + 2 * 40, 36 + 2 * 40)
-
-
-def test_previews_that_a_crash_kept_from_the_grid_are_in_the_grid_of_the_next_run(root: Path, tmp_path: Path) -> None:
-    config = replace(CONFIG, checkpoints=(), seeds=(0,))
-    seen = tmp_path / "artifacts" / "images"
-    first = harness.run(STAGE, context(root, tmp_path, config, stop=lambda: any(seen.glob("*.png"))))
-    second = context(root, tmp_path, config, stored=first)
-    rest = harness.collect(STAGE, STAGE.run(second))  # and no `finish`: the process was killed
-    grey = second.output.artifacts / "grid.png"
-    before = grey.read_bytes()
-    harness.run(STAGE, context(root, tmp_path, config, stored=pa.concat_tables([first, rest])))
-    assert grey.read_bytes() != before
-    whole = context(root, tmp_path / "whole", config)
-    harness.run(STAGE, whole)
-    assert grey.read_bytes() == (whole.output.artifacts / "grid.png").read_bytes()
 
 
 def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.config.getoption("--prove"):
         monkeypatch.setattr(sound_runs, "CROPS", 4)
+        monkeypatch.setattr(sound_runs, "SIDE", 96)
 
 
 def run_all(chosen: list[Case], folder: Path) -> None:
