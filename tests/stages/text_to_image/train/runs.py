@@ -66,6 +66,12 @@ def words(shape: tuple[int, ...], seed: int) -> list[int]:
     return np.array(value.view(mx.uint16)).ravel().tolist()
 
 
+def embedded(seed: int, *caption_ids: str) -> list[dict[str, Any]]:
+    shape = (TEXT_ROWS, 24)
+    rows = [{"caption_id": caption_id, "tokens": 3, "shape": list(shape)} for caption_id in caption_ids]
+    return [row | {"tensor": words(shape, seed + n)} for n, row in enumerate(rows)]
+
+
 def tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
     """An image per shape, each with one latent; every third image has a second caption."""
     places = [
@@ -85,13 +91,7 @@ def tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
         "buckets": rows_of(BUCKETS, *(place | {"resolution": 64} for place in places)),
         "latents": rows_of(LATENTS, *encoded),
         "captions": rows_of(CAPTIONS, *({"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts)),
-        "embeddings": rows_of(
-            EMBEDDINGS,
-            *(
-                {"caption_id": c, "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 100 + n)}
-                for n, (_, _, c, _) in enumerate(texts)
-            ),
-        ),
+        "embeddings": rows_of(EMBEDDINGS, *embedded(100, *(caption_id for _, _, caption_id, _ in texts))),
     }
 
 
@@ -101,10 +101,7 @@ def rich_tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Ta
     rows = made["captions"].to_pylist()
     classes = [row | {"role": "class", "caption_id": f"class of {row['caption_id']}"} for row in rows if row["role"] == "caption"]
     made["captions"] = rows_of(CAPTIONS, *rows, *classes)
-    encoded = [
-        {"caption_id": row["caption_id"], "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 200 + n)}
-        for n, row in enumerate(classes)
-    ]
+    encoded = embedded(200, *(row["caption_id"] for row in classes))
     made["embeddings"] = rows_of(EMBEDDINGS, *made["embeddings"].to_pylist(), *encoded)
     crops = made["latents"].to_pylist()
     for n, row in enumerate(crops[::2]):

@@ -31,11 +31,10 @@ def altered(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, mx.array, Gr
     monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: change(next(calls), *real(*given)))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(value, transformer, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(transformer, tmp_path, monkeypatch):
     def change(call: int, losses_B: mx.array, grads: Grads) -> tuple[mx.array, Grads]:
         one = mx.arange(losses_B.size) == 0  # of the samples one alone
-        return (mx.where(one, value, losses_B) if call == 2 else losses_B), grads
+        return (mx.where(one, math.inf, losses_B) if call == 2 else losses_B), grads
 
     altered(monkeypatch, change)
     run = Run(tmp_path, transformer, replace(BASE, steps=3, checkpoint_every=1, keep_states=3)).go()

@@ -16,7 +16,7 @@ from stages.text_to_image.train.memory import BatchShape
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.memory import require_fit
 from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
-from tests.stages.text_to_image.train.runs import BASE, Run, tables, weights
+from tests.stages.text_to_image.train.runs import BASE, Run, tables
 
 
 def refused(run: Run) -> tuple[dict[str, Any], float]:
@@ -39,8 +39,7 @@ def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
     return replace(config, **section | method)
 
 
-def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
-    wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
+def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(wide, tmp_path, monkeypatch):
     run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
     monkeypatch.setattr(task, "load_transformer", lambda *given, **named: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
@@ -50,11 +49,8 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     with pytest.raises(ValueError, match=r"\[train\] base_bits = 8 would need"):
         run.go()
     run.config = replace(run.config, memory_gb=1e-6)
-    with pytest.raises(
-        ValueError,
-        match=r'base_bits = 4, stream_blocks = true; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
-        r"choose a smaller family, or a device with more memory$",
-    ):
+    every = r'base_bits = 4, stream_blocks = true; \[train.optimizer\] kind = "adamw8bit"'
+    with pytest.raises(ValueError, match=rf"{every} would need .* GB, too much as well; choose a smaller family, or a device"):
         run.go()
     run.config = replace(run.config, base_bits=4, stream_blocks=True, optimizer=OptimizerConfig(kind="lion"))
     with pytest.raises(ValueError, match=r"no setting would need less; choose a smaller family, or a device with more memory$"):
@@ -119,7 +115,5 @@ def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_
     assert chosen(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
     run.config = replace(run.config, memory_gb=at(256) * 0.999)
     run.tables = tables(((64, 64),) * 3 + ((640, 480),))
-    with pytest.raises(
-        ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; choose a smaller family, or"
-    ):
+    with pytest.raises(ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; choose a smaller family"):
         chosen(run)

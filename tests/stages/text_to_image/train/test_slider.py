@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from stages.text_to_image.train.stage import STAGE
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.diffusion import moved
 from tests.harness import rows_of
-from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, Run, words
+from tests.stages.text_to_image.train.runs import BASE, Run, embedded, words
 
 SLIDER = SliderConfig("{caption}, old", "{caption}, young", ("a man", "a cat"), guidance=3.0)
 TEXTS = ["", *SLIDER.neutral, *(pole for text in SLIDER.neutral for pole in SLIDER.poles(text))]
@@ -27,30 +28,18 @@ CONFIG = replace(BASE, slider=SLIDER, batch_size=4)
 def drawn():
     """The tables of a slider: no picture, a drawing of each neutral prompt at two seeds."""
     captions = [("neutral", text) for text in SLIDER.neutral] + [("empty", "")]
-    grid = (128, 4, 6)
-    drawings = [(text, seed, n) for n, (text, seed) in enumerate((text, seed) for text in SLIDER.neutral for seed in (0, 1))]
-    size = {"width": 96, "height": 64, "shape": list(grid)}
+    size = {"width": 96, "height": 64, "shape": [128, 4, 6]}
+    drawings = [
+        {"latent_id": f"drawing{n}", "image_id": f"content{n}", "caption_id": text_sha256(text), "seed": seed}
+        for n, (text, seed) in enumerate(itertools.product(SLIDER.neutral, (0, 1)))
+    ]
     return {
         "images": rows_of(IMAGES),
         "captions": rows_of(
             CAPTIONS, *({"role": role, "caption_id": text_sha256(text), "text": text} for role, text in captions)
         ),
-        "embeddings": rows_of(
-            EMBEDDINGS,
-            *(
-                {"caption_id": text_sha256(text), "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), n)}
-                for n, text in enumerate(TEXTS)
-            ),
-        ),
-        "drawings": rows_of(
-            DRAWINGS,
-            *(
-                {"latent_id": f"drawing{n}", "image_id": f"content{n}", "caption_id": text_sha256(text), "seed": seed}
-                | size
-                | {"tensor": words(grid, 50 + n)}
-                for text, seed, n in drawings
-            ),
-        ),
+        "embeddings": rows_of(EMBEDDINGS, *embedded(0, *map(text_sha256, TEXTS))),
+        "drawings": rows_of(DRAWINGS, *(row | size | {"tensor": words((128, 4, 6), 50 + n)} for n, row in enumerate(drawings))),
     }
 
 
