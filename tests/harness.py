@@ -29,13 +29,6 @@ def rows_of(schema: TableSchema, *rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_batches([schema.record_batch([default | row for row in rows])])
 
 
-def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
-    """Return the wanted rows that differ from every stored row in at least one wanted column."""
-    have = {tuple(map(str, row.values())) for row in stored.select(wanted.column_names).to_pylist()}
-    keep = [tuple(map(str, row.values())) not in have for row in wanted.to_pylist()]
-    return wanted.filter(pa.array(keep, pa.bool_()))
-
-
 def context(
     stage: Stage,
     folder: Path,
