@@ -33,6 +33,7 @@ def make_described(folder: Path, weights: Path) -> Path:
     write_model(made / "eye")
     projects.edit(made, "[captions]", '[descriptions]\nmodel = "eye"\nsources = ["metadata"]\nmost_tokens = 4\n\n[captions]')
     projects.edit(made, "[buckets]", projects.PROMPTS + "[buckets]")
+    projects.edit(made, "steps = 6", "steps = 4")
     return made
 
 
