@@ -97,7 +97,7 @@ def test_every_answer_is_fresh_and_the_memory_of_a_long_session_stays_flat(folde
         await call("search", query="send a mail")
         server = psutil.Process().children(recursive=True)[-1]
         resident = []
-        for number in range(cases(12, 1000)):
+        for number in range(cases(9, 1000)):
             bird = BIRDS[number % len(BIRDS)]
             if number % 3 == 0:
                 (folder / "birds.py").write_text(EDITED.format(bird) + "\n" * number)

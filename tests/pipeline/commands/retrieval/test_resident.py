@@ -37,20 +37,10 @@ ASKED: list[list[str]] = [
     ["qwzx vbnmt plork"],
 ]
 QUESTION = {"query": "x", "mode": "hybrid", "limit": 9, "patterns": [], "regex": "", "threshold": 0.0}
-HOSTILE = [
-    b"",
-    b"\n",
-    b"\xff\xfe\0\n",
-    b"[" * 100_000 + b"\n",
-    b"[1]\n",
-    json.dumps(QUESTION | {"folder": "/"}).encode() + b"\n",
-    json.dumps(QUESTION | {"limit": 10**9}).encode() + b"\n",
-    json.dumps(QUESTION | {"limit": True}).encode() + b"\n",
-    json.dumps(QUESTION | {"mode": "all"}).encode() + b"\n",
-    json.dumps(QUESTION | {"patterns": [{}]}).encode() + b"\n",
-    json.dumps(QUESTION | {"regex": "("}).encode() + b"\n",
-    json.dumps(QUESTION | {"query": "\ud800"}).encode() + b"\n",
-]
+ODD: list[dict[str, Any]] = [{"folder": "/"}, {"limit": 10**9}, {"limit": True}, {"mode": "all"}, {"patterns": [{}]}]
+ODD += [{"regex": "("}, {"query": "\ud800"}]
+HOSTILE = [b"", b"\n", b"\xff\xfe\0\n", b"[" * 100_000 + b"\n", b"[1]\n"]
+HOSTILE += [json.dumps(QUESTION | odd).encode() + b"\n" for odd in ODD]
 
 
 @contextmanager
@@ -166,19 +156,16 @@ def test_hostile_bytes_get_an_error_and_the_next_question_its_answer(served, rep
     assert find("send a mail")[2] == 0 and replies[-1] is not None
 
 
-def test_a_process_of_another_version_or_of_older_code_is_not_asked(served, monkeypatch):
-    project = kept(Path("code").resolve())
-    assert resident.ask(project, QUESTION) is not None
-    for name, other in (("version", "0.0.9"), ("newest_code", 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr(resident, name, lambda other=other: other)
-            assert resident.ask(project, QUESTION) is None
-
-
-def test_only_this_user_reaches_the_socket_and_a_folder_that_others_reach_is_not_used(served, tmp_path, monkeypatch):
+def test_only_this_user_reaches_the_socket_and_another_version_or_a_folder_that_others_reach_is_not_asked(
+    served, tmp_path, monkeypatch
+):
     assert (served.stat().st_mode & 0o777, served.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     project = kept(Path("code").resolve())
     assert resident.ask(project, QUESTION) is not None
+    for name, other in (("version", "0.0.9"), ("newest_code", 1)):  # or of older code
+        with monkeypatch.context() as patch:
+            patch.setattr(resident, name, lambda other=other: other)
+            assert resident.ask(project, QUESTION) is None
     for mode, there in ((0o755, False), (0o700, True)):
         # Short, since a socket's path may be.
         with tempfile.TemporaryDirectory(dir="/tmp") as place:

@@ -112,13 +112,10 @@ def test_a_wrong_wish_is_one_line(built, words, said):
     assert said in answered and answered.count("\n") <= 1
 
 
-def test_the_base_itself_has_nothing_to_extract(built):
-    base = Project(built).component("transformer")
-    assert "there is nothing to extract" in projects.latentmill(built, "extract", str(base), code=2)
-
-
-def test_another_file_is_not_overwritten(built, tmp_path):
+def test_no_other_file_is_overwritten_and_the_base_itself_has_nothing_to_extract(built, tmp_path):
     (tmp_path / "mine.safetensors").write_bytes(b"something else")
     said = projects.latentmill(built, "resize", "--rank", "1", "--out", str(tmp_path / "mine.safetensors"), code=2)
     assert "mine.safetensors exists and was made from something else" in said
     assert (tmp_path / "mine.safetensors").read_bytes() == b"something else"
+    base = Project(built).component("transformer")
+    assert "there is nothing to extract" in projects.latentmill(built, "extract", str(base), code=2)

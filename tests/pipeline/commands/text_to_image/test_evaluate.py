@@ -18,7 +18,7 @@ def row(kind, prompt, style, real, step=0):
     return named | {"style": style, "real": real}
 
 
-def test_an_adapter_that_changes_nothing_differs_from_one_that_does():
+def test_an_adapter_that_changes_nothing_differs_from_one_that_does_and_the_interval_holds_the_value():
     def auc(gain):
         """Of an adapter that moves every picture by `gain` along both axes."""
         draw, made = np.random.default_rng(0), []
@@ -32,17 +32,11 @@ def test_an_adapter_that_changes_nothing_differs_from_one_that_does():
 
     assert auc(0.0) == 0.5
     assert auc(0.2) > 0.6 and auc(2.0) == 1.0
-
-
-def test_a_line_has_the_means_of_style_and_nearness_and_a_dash_for_what_is_not_measured():
-    measured = [row("base", prompt, style, None) for prompt, style in (("a", 0.5), ("b", 1.0), ("c", None))]
-    assert evaluate.summary_cells("base", measured) == ("base", "3", "0.75", "-")
-
-
-def test_the_interval_holds_the_value_and_is_the_same_every_time():
     pairs = [(np.array([0.1 * n]), np.array([0.1 * n + 0.3])) for n in range(20)]
     value, low, high = evaluate.auc_interval(pairs)
     assert low < value < high and evaluate.auc_interval(pairs) == (value, low, high)
+    measured = [row("base", prompt, style, None) for prompt, style in (("a", 0.5), ("b", 1.0), ("c", None))]
+    assert evaluate.summary_cells("base", measured) == ("base", "3", "0.75", "-"), "a dash for what is not measured"
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,18 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
     return folder
 
 
-def test_the_folder_has_weights_card_settings_and_previews_and_names_no_path_of_this_machine(built, tmp_path, monkeypatch):
+def test_the_folder_has_a_card_settings_previews_and_weights_that_diffusers_loads_and_names_no_path_of_this_machine(
+    built, tmp_path, monkeypatch
+):
+    from diffusers.loaders import Flux2LoraLoaderMixin
+    from huggingface_hub import ModelCard
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("publish reached for the network")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    folder = publish(Project(built), tmp_path / "hub", data_licence="CC-BY-4.0, my own photographs")
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        folder = publish(Project(built), tmp_path / "hub", dtype="float32", data_licence="CC-BY-4.0, my own photographs")
     assert {path.name for path in folder.iterdir()} == {CARD, GRID, SETTINGS, WEIGHTS}
     about = read_file(folder / WEIGHTS)[1]
     assert about["modelspec.trigger_phrase"] == 'ohwx "|cat' and about["modelspec.resolution"] == "96x96"
@@ -45,6 +51,11 @@ def test_the_folder_has_weights_card_settings_and_previews_and_names_no_path_of_
     for file in (CARD, SETTINGS):
         assert str(built) not in (folder / file).read_text() and "/tmp" not in (folder / file).read_text()
     assert str(built) not in json.dumps(about)
+    header = ModelCard.load(folder / CARD).data.to_dict()  # YAML that the hub reads
+    assert header["instance_prompt"] == 'ohwx "|cat' and header["license"] == "apache-2.0"
+    assert header["widget"][0]["text"] == 'ohwx "|cat, a red: thing' and header["widget"][0]["output"]["url"] == GRID
+    found = Flux2LoraLoaderMixin.lora_state_dict(str(folder), weight_name=WEIGHTS)
+    assert found and all(key.startswith("transformer.") for key in found)
     assert "from_pretrained('FOLDER OF THE BASE'," in text  # tiny has no weights that can be had
 
 
@@ -58,23 +69,6 @@ def test_the_card_of_an_adapter_for_a_bundled_base_names_its_folder_and_the_run_
     assert "pipe = ModularPipeline.from_pretrained('black-forest-labs/flux-3-image-klein-base')" in lines
     last = [line.split("PROJECT")[0] for line in results(project, "samples")[-3:]]
     assert last == ["next: make view ", "next: make export ", "next: make generate "]
-
-
-def test_the_cards_header_is_yaml_that_the_hub_reads(built, tmp_path):
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(publish(Project(built), tmp_path / "hub") / CARD)
-    about = card.data.to_dict()
-    assert about["instance_prompt"] == 'ohwx "|cat' and about["license"] == "apache-2.0"
-    assert about["widget"][0]["text"] == 'ohwx "|cat, a red: thing' and about["widget"][0]["output"]["url"] == GRID
-
-
-def test_the_published_weights_are_loaded_by_diffusers(built, tmp_path):
-    folder = publish(Project(built), tmp_path / "hub", dtype="float32")
-    from diffusers.loaders import Flux2LoraLoaderMixin
-
-    found = Flux2LoraLoaderMixin.lora_state_dict(str(folder), weight_name=WEIGHTS)
-    assert found and all(key.startswith("transformer.") for key in found)
 
 
 def test_the_command_says_that_nothing_was_uploaded_and_overwrites_nothing(built):
