@@ -12,7 +12,6 @@ from pipeline.commands.text_to_image import evaluate
 from pipeline.project.project import Project
 from tests import projects
 
-pytestmark = pytest.mark.slow
 EXAMPLE = projects.ROOT / "data" / "projects" / "example"
 PROMPTS, KEPT, STEPS = 4, 8, 12  # of the example, its prompts and its images
 SHORT = (

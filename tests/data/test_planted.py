@@ -41,8 +41,6 @@ seed = {seed}
 checkpoint_every = {steps}
 """
 
-pytestmark = pytest.mark.slow
-
 
 def plant(folder: Path, seed: int, steps: int, batch_size: int, count: int) -> set[str]:
     """Write a project of `count` images with three bad ones, and return their names; the seed decides which become bad."""

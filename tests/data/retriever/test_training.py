@@ -193,7 +193,6 @@ def test_a_batch_holds_documents_with_their_own_queries_and_marks_repeats(made):
     assert batch.same.any() and not batch.same.diagonal().any() and torch.equal(batch.same, batch.same.T)
 
 
-@pytest.mark.slow
 def test_a_training_writes_a_folder_whose_loss_fell_and_whose_8_bit_weights_are_near(made, tmp_path, monkeypatch):
     folder, _ = made
     monkeypatch.setattr(train, "time", Clock())
