@@ -64,7 +64,7 @@ def test_rows_that_settings_which_were_set_back_want_are_kept(project):
     assert any(line.startswith("latents: 3 rows that are not used any more") for line in cleaned(project))
 
 
-def test_a_trained_run_is_deleted_only_on_request_and_only_if_a_newer_one_exists(project):
+def test_a_trained_run_is_deleted_only_on_request_and_if_a_newer_one_exists_or_if_a_killed_clean_had_begun_to(project):
     (old,) = (project / "tables" / "train").iterdir()
     (latents,) = (project / "tables" / "latents").iterdir()
     background(project)
@@ -76,17 +76,25 @@ def test_a_trained_run_is_deleted_only_on_request_and_only_if_a_newer_one_exists
     assert any(line.startswith("train: 1 other configuration (") and "--runs" in line for line in said)
     assert old.is_dir()
     assert any(line.startswith(f"train: {old.name}, another configuration") for line in cleaned(project, runs=True))
-    assert not old.exists() and len(list((project / "tables" / "train").iterdir())) == 1
+    (new,) = (project / "tables" / "train").iterdir()
+    (new / "manifest.json").unlink()
+    hidden = new.rename(new.with_name(f".tmp-{new.name}"))  # what a killed clean had begun to delete
+    assert cleaned(project, dry_run=True)[0].startswith(f"tables/train/{hidden.name}, left by a killed command")
+    cleaned(project)
+    assert not hidden.exists()
 
 
-def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
+def test_a_dry_run_predicts_what_is_freed_and_changes_nothing_nor_does_clean_while_a_stage_writes(project):
     background(project)
     projects.build(project, "latents")
     for name in ("picture0", "picture1"):
         for suffix in (".png", ".txt"):
             (project / "images" / f"{name}{suffix}").unlink()
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
-    before = files(project)
+    before, opened = files(project), Project(project)
+    for dry_run in (True, False):
+        with Writer(opened.current("images"), opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
+            cleaned(project, dry_run=dry_run)
     predicted = cleaned(project, dry_run=True)
     assert files(project) == before
     said = cleaned(project)
@@ -100,25 +108,6 @@ def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
 def amount(line: str) -> float:
     number, unit = line.split()[-2:]
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
-
-
-def test_what_a_killed_clean_had_begun_to_delete_is_deleted_by_the_next_without_runs(project):
-    (run,) = (project / "tables" / "train").iterdir()
-    (run / "manifest.json").unlink()
-    hidden = run.rename(run.with_name(f".tmp-{run.name}"))
-    assert cleaned(project, dry_run=True)[0].startswith(f"tables/train/{hidden.name}, left by a killed command")
-    cleaned(project)
-    assert not hidden.exists()
-
-
-def test_nothing_is_deleted_while_a_stage_writes(project):
-    background(project)
-    projects.build(project, "latents")
-    before, opened = files(project), Project(project)
-    for dry_run in (True, False):
-        with Writer(opened.current("images"), opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
-            cleaned(project, dry_run=dry_run)
-    assert files(project) == before
 
 
 def test_a_converted_copy_that_no_setting_loads_is_deleted_and_the_present_one_stays(project):

@@ -79,20 +79,12 @@ def test_the_panel_levels_counts_images_not_rows(tmp_path):
     assert [row[-1] for row in open_catalog(project).execute(sql).fetchall()] == [2, 2]
 
 
-def test_train_is_joined_with_path_resolution_and_text(tmp_path):
-    project = tables.make(tmp_path)
-    catalog = open_catalog(project)
+def test_train_is_joined_with_path_and_text_a_step_is_one_row_and_previews_have_the_path_of_their_picture(tmp_path):
+    catalog = open_catalog(tables.make(tmp_path))
     rows = catalog.execute("select path, text, count(*) from trained where split = 'train' group by all order by all").fetchall()
     assert ("a.jpg", "a red cat", 19) in rows and ("sub/b.png", "a blue dog", 20) in rows
     assert catalog.execute("select count(*) from trained").fetchall() == catalog.execute("select count(*) from train").fetchall()
-
-
-def test_a_step_is_one_row_of_steps(tmp_path):
-    catalog = open_catalog(tables.make(tmp_path))
     assert catalog.execute("select count(*), sum(samples) from steps where split = 'train'").fetchall() == [(40, 40)]
     assert catalog.execute("select samples, loss from steps where split = 'validation' and step = 0").fetchall() == [(2, 4.0)]
-
-
-def test_previews_have_the_path_of_their_picture(tmp_path):
-    ((file,),) = open_catalog(tables.make(tmp_path)).execute("select file from previews where step = 40").fetchall()
+    ((file,),) = catalog.execute("select file from previews where step = 40").fetchall()
     assert file == str(tmp_path / "tables" / "samples" / tables.RECIPE / "artifacts" / "previews" / "40.png")

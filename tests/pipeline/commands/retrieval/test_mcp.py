@@ -75,26 +75,18 @@ def paths(answer: str) -> list[str]:
     return [json.loads(each)["path"] for each in answer.replace("}\n{", "}\0{").split("\0")] if answer else []
 
 
-def test_an_agent_searches_reads_and_finds_what_resembles_and_a_hostile_wish_is_one_line(folder):
+@pytest.mark.proof("every answer to a coding agent is of the files as they are, and the server's memory stays flat")
+def test_an_agent_gets_answers_of_the_files_as_they_are_one_line_for_a_hostile_wish_and_flat_memory(folder, cases):
     async def work(call):
         assert paths(await call("search", query="send a mail"))[0] == "mail.py"
         assert paths(await call("search", query="send a mail", path="s*.py", threshold=0)) == ["sums.py"]
         assert paths(await call("related", path="mail.py", line=2))[0] == "post.py"
-        assert (await call("read", path="sums.py", first_line=2, last_line=2)).endswith(
-            "2\t    total = sum(item.price for item in items)"
-        )
+        line = "2\t    total = sum(item.price for item in items)"
+        assert (await call("read", path="sums.py", first_line=2, last_line=2)).endswith(line)
         assert '"functions": 3' in await call("status")
         for name, given, line in HOSTILE:
             said = await call(name, **given)
             assert said.startswith("error: ") and line in said and "\n" not in said and "hunter2" not in said, (given, said)
-
-    talk(folder, work)
-
-
-@pytest.mark.proof("every answer to a coding agent is of the files as they are, and the server's memory stays flat")
-def test_every_answer_is_fresh_and_the_memory_of_a_long_session_stays_flat(folder, cases):
-    async def work(call):
-        await call("search", query="send a mail")
         server = psutil.Process().children(recursive=True)[-1]
         resident = []
         for number in range(cases(9, 1000)):

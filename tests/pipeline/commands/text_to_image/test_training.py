@@ -15,7 +15,7 @@ from tests import projects
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_weights) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("whole") / "cats", tiny_weights, images=2)
-    projects.build(folder)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
     return folder
 
 
@@ -50,7 +50,8 @@ def test_a_run_that_validation_ends_early_is_up_to_date(folder):
     assert projects.build(folder, "train")["train"].up_to_date
 
 
-def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(whole, folder):
+def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run_or_the_exit_code_of_what_failed(whole, folder):
+    assert "no such folder" in projects.latentmill(folder / "nowhere", "segments", code=2)
     said = projects.latentmill(folder, "segments", "--every", "4")
     said = said[said.index("train:") :]  # after the stages before
     assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 steps done")
@@ -72,8 +73,3 @@ def test_segments_with_patience_end_after_so_many_without_a_better_score(monkeyp
     assert module.segments(project, 4, 2) == 0
     assert ran == ["train", "samples", "scores"] * 4
     assert "2 segments had no better score than step 8; export it with --step 8" in capsys.readouterr().out
-
-
-def test_segments_end_with_the_exit_code_of_the_command_that_failed(tmp_path):
-    said = projects.latentmill(tmp_path / "nowhere", "segments", code=2)
-    assert "no such folder" in said
