@@ -91,7 +91,7 @@ def test_without_a_module_of_the_extra_the_page_does_not_begin(folder, monkeypat
     assert not (folder / "exports").exists()
 
 
-def test_every_page_answers_without_an_error_and_escapes_what_files_say(page):
+def test_every_page_answers_without_an_error_escapes_what_files_say_and_home_says_rows_and_size_of_every_table(page, folder):
     for name in PAGES:
         shell = page.get("/" if name == "overview" else f"/{name}")
         fragment = page.get(f"/fragment/{name}")
@@ -101,9 +101,6 @@ def test_every_page_answers_without_an_error_and_escapes_what_files_say(page):
             assert "<script>alert" not in text and "<img src=x" not in text
         assert "default-src 'none'" in shell.headers["content-security-policy"]
         assert not re.search(r"https?://", shell.text + fragment.text)
-
-
-def test_the_overview_says_rows_and_size_of_every_table_and_what_a_run_would_do(page, folder):
     cells = [re.sub(r"<[^>]*>|\s+", " ", cell).strip() for cell in page.get("/fragment/overview").text.split("<td>")]
     for name in Project(folder).listed:
         rows, size, state = cells[cells.index(name) + 1 :][:3]
@@ -176,14 +173,11 @@ def test_what_the_model_of_descriptions_wrote_is_a_suggestion_beside_another_tex
     assert used not in page.get("/fragment/captions").text
 
 
-def test_pictures_are_small_and_nothing_but_pictures_is_served(page):
+def test_pictures_are_small_nothing_but_pictures_is_served_and_no_path_escapes_from_its_folder(page, folder):
     good = page.get("/picture/image_folder/picture0.png", params={"size": "160"})
     assert good.headers["content-type"] == "image/webp" and good.content[:4] == b"RIFF"
     assert page.get("/picture/image_folder/broken.png").headers["content-type"] == "image/svg+xml"
     assert b"picture number" not in page.get("/picture/image_folder/picture0.txt").content
-
-
-def test_no_path_escapes_from_its_folder(page, folder):
     (folder / "images" / "link.png").symlink_to("/etc/passwd")
     for name in [
         "image_folder/../secret.txt",
@@ -289,7 +283,7 @@ def test_the_button_writes_edits_into_caption_files_also_while_the_table_is_lock
     assert "is being written by" in told and (folder / "images" / "more.txt").read_text() == "a wolf\n"
 
 
-def test_a_text_or_a_replacement_that_cannot_be_used_is_refused_in_one_line_and_changes_no_caption(page, folder):
+def test_a_text_a_replacement_or_a_body_that_cannot_be_used_is_refused_and_changes_no_caption(page, folder):
     key, before = next(iter(texts(page).items()))
     edits = [{key: {"before": before, "text": text}} for text in ("x" * 1_000_000, "", "   ", "\ud800", 3, ["a"])]
     wrong = (("a", "x" * 1_000_000), ("a fox, on snow", " "), ("", "x"), ("\ud800", "x"), ("a", "\ud800"), (["a"], "x"))
@@ -298,22 +292,12 @@ def test_a_text_or_a_replacement_that_cannot_be_used_is_refused_in_one_line_and_
         for each in asked:
             answered = page.post(f"/{action}/captions", content=json.dumps(each), headers=TOKEN)
             assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
-    assert not (folder / "captions.edits.jsonl").exists()
-
-
-def test_bodies_that_are_too_large_or_no_edits_are_refused(page):
     assert page.post("/edit/captions", content=b"x" * (MOST_BYTES + 1), headers=TOKEN).status_code == 413
-    for body in (
-        b"[]",
-        b"{",
-        b'{"nothing": {"before": "", "text": "x"}}',
-        b"\xff",
-        b'{"a": 1}',
-        b'{"\\ud800": {"before": ""}}',
-        b"[" * 99_999,
-    ):
+    for body in (b"[]", b"{", b'{"nothing": {"before": "", "text": "x"}}', b"\xff", b'{"a": 1}', b"[" * 99_999):
         assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 400
+    assert page.post("/edit/captions", content=b'{"\\ud800": {"before": ""}}', headers=TOKEN).status_code == 400
     assert page.post("/edit/training", content=b"{}", headers=TOKEN).status_code == 400
+    assert not (folder / "captions.edits.jsonl").exists()
 
 
 ENDLESS = "select count(*) from range(1000000) a, range(1000000) b, range(1000000) c"

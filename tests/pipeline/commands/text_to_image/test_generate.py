@@ -12,10 +12,13 @@ import pytest
 from PIL import Image
 
 from pipeline.api import Project
+from pipeline.commands.clean import clean
+from pipeline.commands.query import answer
 from pipeline.commands.text_to_image import generate
 from pipeline.errors import Stopped
 from pipeline.store.table import TableFolder
 from schemas.text_to_image import GENERATED
+from stages.models.weights import read_file
 from stages.text_to_image.samples import drawing
 from tests import projects
 
@@ -73,9 +76,6 @@ def pictures(folder: Path, *words: str) -> list[np.ndarray]:
 
 
 def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(built, tmp_path):
-    from pipeline.commands.clean import clean
-    from pipeline.commands.query import answer
-
     row, expected = preview(Project(built), 6)
     (tmp_path / "prompts.txt").write_text(f"{row['prompt']}\n\na second thing\n")
     first = pictures(built, "--file", str(tmp_path / "prompts.txt"), "--seed", str(row["seed"]), "--seed", "5")
@@ -96,8 +96,6 @@ def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(bui
 
 
 def test_the_twin_draws_the_same_picture_as_preview_command_and_method_with_its_own_steps_and_not_that_of_the_base(built):
-    from pipeline.commands.query import answer
-
     twin = {"samples.family": "tiny-distilled", "samples.steps": 2, "samples.checkpoints": "last"}
     project, (row, base) = Project(built, twin), preview(Project(built), 6)
     others = [name for name in project.stage_names if name not in ("samples", "scores")]
@@ -118,7 +116,7 @@ def test_the_twin_draws_the_same_picture_as_preview_command_and_method_with_its_
     assert both == ["tiny", "tiny-distilled"]
 
 
-def test_strengths_by_block_draw_as_the_file_that_is_exported_or_merged_with_them(built, tmp_path):
+def test_strengths_by_block_draw_as_the_file_that_is_exported_with_what_to_do_or_merged_with_them(built, tmp_path):
     row, expected = preview(Project(built), 6)
     words, weighed = [row["prompt"], "--seed", str(row["seed"])], ["--strength-for", "single_transformer_blocks.*=0"]
     drawn = pictures(built, *words, *weighed)[0]
@@ -128,7 +126,10 @@ def test_strengths_by_block_draw_as_the_file_that_is_exported_or_merged_with_the
     )
     np.testing.assert_array_equal(pictures(built, *words, "--strength-for", "*=0")[0], preview(Project(built), 0)[1])
     file = tmp_path / "weighed.safetensors"
-    projects.latentmill(built, "export", str(file), "--dtype", "float32", *weighed)
+    said = projects.latentmill(built, "export", str(file), "--dtype", "float32", *weighed)
+    assert "pipe.load_lora_weights(" in said and "ComfyUI does not know tiny" in said and "--lora-paths" in said
+    assert read_file(file)[1]["modelspec.resolution"] == "96x96"
+    assert str(file) in projects.latentmill(built, "export", str(file / "cats.safetensors"), code=2)
     np.testing.assert_array_equal(pictures(built, *words, "--adapter", str(file))[0], drawn)
     told = projects.latentmill(
         built, "merge", "last", "last", "--strength", "0.5", "--strength", "0.5", "--dtype", "float32", *weighed
@@ -208,8 +209,6 @@ def test_the_bits_of_the_text_encoder_decide_the_id_of_a_picture_and_16_keep_tha
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    from pipeline.commands.query import answer
-
     return answer(Project(folder), "from generated where family = 'tiny'").to_pylist()
 
 
@@ -231,13 +230,3 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_wrong_wish_is_one_line(built, words, said):
     answered = projects.latentmill(built, "generate", *words, code=2)
     assert said in answered and not answered.count("\n") > 1
-
-
-def test_export_says_what_to_do_with_the_file_and_names_trigger_and_resolution(built, tmp_path):
-    from stages.models.weights import read_file
-
-    said = projects.latentmill(built, "export", str(tmp_path / "a.safetensors"))
-    assert "pipe.load_lora_weights(" in said and "ComfyUI does not know tiny" in said and "--lora-paths" in said
-    assert read_file(tmp_path / "a.safetensors")[1]["modelspec.resolution"] == "96x96"
-    inside = tmp_path / "a.safetensors" / "cats.safetensors"
-    assert str(inside.parent) in projects.latentmill(built, "export", str(inside), code=2)

@@ -40,8 +40,7 @@ def read_by_diffusers(folder: Path, dtype: str = "float32") -> Any:
     return Flux2Transformer2DModel.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
 
 
-@pytest.mark.parametrize("shard", [export.SHARD, 20_000], ids=["one file", "several files"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "shard"), [*((variant, export.SHARD) for variant in VARIANTS), ("lokr", 20_000)])
 def test_diffusers_loads_the_folder_and_answers_as_the_merged_weights_do(
     variant: str, shard: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
