@@ -40,13 +40,14 @@ class Clock:
 
 @pytest.fixture(scope="module", autouse=True)
 def short():
-    """Make trainings short: a clock that counts steps, and sample sheets of four pictures in two steps."""
+    """Make trainings short: a clock that counts steps, sample sheets of four pictures in two steps, and few pictures to measure on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "time", Clock())
         patch.setattr(autoencoder, "time", Clock())
         patch.setattr(train, "SHOWN", ((128, 128), (96, 160)))
         patch.setattr(train, "PER_SHAPE", 2)
         patch.setattr(draw.samples, "__defaults__", (2,))
+        patch.setattr(autoencoder.finished, "__defaults__", (48, 48))
         patch.setattr(base, "LOG_EVERY", 2)
         yield
 
