@@ -131,11 +131,6 @@ def dev_pipeline() -> Any:
     )
 
 
-def write_dev(folder: Path) -> Path:
-    dev_pipeline().save_pretrained(folder)
-    return folder
-
-
 def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """diffusers' names -> those of Black Forest Labs' single files, after `prefix`."""
     from stages.models.flux2 import load

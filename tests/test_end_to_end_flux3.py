@@ -127,7 +127,8 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, 
     noise = torch.tensor(np.array(sampling.noise(row["seed"], (1, 128, SIDE // 16, SIDE // 16))))
     pipe, beside = pipeline(weights), {}
     if prompt == EDIT:
-        latent = encode_image(TINY.architecture.load_autoencoder(weights / "vae", TINY), shown(built))
+        reference = read_reference(built / "images" / "control" / "picture1.png")
+        latent = encode_image(TINY.architecture.load_autoencoder(weights / "vae", TINY), reference)
         beside["image_cond_latents"] = [torch.tensor(np.array(latent))]
     drawn = pipe(
         prompt_embeds=with_prompt,
@@ -140,10 +141,6 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, 
         **beside,
     ).get("images")[0]
     assert np.abs(preview - 255 * drawn).max() <= 1.05
-
-
-def shown(project: Path) -> Any:
-    return read_reference(project / "images" / "control" / "picture1.png")
 
 
 def test_an_adapter_of_blocks_for_references_draws_where_these_are_not_loaded(built: Path, weights: Path) -> None:

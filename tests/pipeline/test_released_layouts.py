@@ -43,7 +43,9 @@ class Source(NamedTuple):
 def source(request: pytest.FixtureRequest, tiny_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Source:
     from safetensors.torch import load_file
 
-    folder = checkpoints.write_dev(tmp_path_factory.mktemp("dev")) if request.param == "dev" else tiny_weights
+    folder = tmp_path_factory.mktemp("dev") if request.param == "dev" else tiny_weights
+    if request.param == "dev":
+        checkpoints.dev_pipeline().save_pretrained(folder)
     found = {name: load_file(next((folder / name).glob("*.safetensors"))) for name in ("transformer", "vae", "text_encoder")}
     found["text_encoder"] = {key: v for key, v in found["text_encoder"].items() if not any(part in key for part in UNREAD)}
     return Source(request.param, folder, **found)

@@ -40,7 +40,7 @@ class Clock:
 
 @pytest.fixture(scope="module", autouse=True)
 def short():
-    """Make trainings short: a clock that counts steps, sample sheets of four pictures in two steps, and few pictures to measure on."""
+    """Make trainings short: a clock that counts steps, sheets of four pictures in two steps, and latents of few pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "time", Clock())
         patch.setattr(autoencoder, "time", Clock())
