@@ -3,8 +3,8 @@
     python -m data.research.experiments.tokens OUT [--seeds 3] [--steps 300] [--only PATTERN] [--workers N] [--before FILE]
 
 adds one JSON line per run to the file OUT, and prints the table of all runs. Runs that OUT already has are left out. If OUT is
-data/measurements/tokens.jsonl, the tables in data/docs/experiments/tokens.md are replaced; the rows of the second table were added
-by `git show bac2451a:tests/bench/tokens.py`.
+data/measurements/tokens.jsonl, the tables in data/docs/experiments/tokens.md are replaced; the rows of the second table were
+added by `git show bac2451a:tests/bench/tokens.py`.
 
 Every run trains on 18 of the 24 pictures of data/projects/example, ends at 192 px, and is measured there: by the loss of the
 other six, and by style and agreement of pictures of 40 subjects that it has not seen. The *work* of a run is the number of
