@@ -80,15 +80,11 @@ def test_a_setting_that_was_added_later_renames_no_table_while_it_means_what_was
     assert recipe_id(Later(bits=4)) != recipe_id(Section())
 
 
-def test_an_unrecorded_column_is_no_part_of_the_recipe():
+def test_what_a_project_does_not_use_of_later_columns_and_features_is_not_in_its_recipes():
     stage = PIPELINE.stage("images")
     recorded = recipes.recipe(stage, stage.config(), {}, {}, None)["columns"]
-    added = {field.name for field in stage.writes.columns if field.metadata[b"unrecorded"]}
-    assert added == {"folder", "use", "repeats", "weight", "trigger", "concept", "offset", "reference", "reference_of"}
+    added = {"folder", "use", "repeats", "weight", "trigger", "concept", "offset", "reference", "reference_of"}
     assert set(recorded) == set(stage.writes.batch.names) - added
-
-
-def test_what_a_project_does_not_use_of_later_features_is_not_in_its_recipes():
     off = {"train": {"beneath", "allow_distilled", "passes"}, "samples": {"family", "weights", "beneath", "strength_for"}}
     for name, later in off.items():
         kind = PIPELINE.stage(name).config

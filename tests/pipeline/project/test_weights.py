@@ -43,18 +43,17 @@ def cache_repository(cache, name, *folders):
     return snapshot
 
 
-def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home(tmp_path, monkeypatch):
+def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home_and_refused_with_its_path_if_it_is_not_there(
+    tmp_path, monkeypatch
+):
     (tmp_path / "project" / "org" / "name").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     record = family("klein-base-4b")
     for spec in ("org/name", str(tmp_path / "project/org/name"), "~/project/org/name"):
         assert weights.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
-
-
-@pytest.mark.parametrize("spec", ["/no/such/folder", "./weights", "a/b/c", "weights"])
-def test_a_folder_that_does_not_exist_is_refused_with_its_path(tmp_path, spec):
-    with pytest.raises(ValueError, match=r"weights must be a folder or a hub id \(org/name\), got .* does not exist"):
-        weights.resolve(spec, tmp_path, family("klein-base-4b"))
+    for spec in ("/no/such/folder", "./weights", "a/b/c", "weights"):
+        with pytest.raises(ValueError, match=r"weights must be a folder or a hub id \(org/name\), got .* does not exist"):
+            weights.resolve(spec, tmp_path, record)
 
 
 def test_offline_the_message_says_what_to_fetch_and_only_the_components_asked_for_must_be_cached(tmp_path, cache):
