@@ -116,8 +116,8 @@ class Forks:
         answer = self.process.stdout.readline()
         assert answer, "the process that is forked has ended"
         done = Done(**json.loads(answer))
-        assert done.code in (KILLED, 0, 1, 2), f"{name} {arguments}: {done.code}\n{done.text}"
-        assert not any(each in done.text for each in NEVER), f"{name} {arguments}:\n{done.text}"
+        case = f"{name} {str(arguments)[:300]}: {done.code}\n{done.text}"
+        assert done.code in (KILLED, 0, 1, 2) and not any(each in done.text for each in NEVER), case
         return done
 
 
