@@ -56,20 +56,19 @@ class FakeProject:
 def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], live: list[dict[str, Any]] | None = None) -> None:
     """Write a table; columns that a row leaves out are empty. With `live`, all rows but these are dead."""
     schema = table(stage_name).batch
+    empty = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else EMPTY.get(f.type, 0) for f in schema}
 
-    def whole(row: dict[str, Any]) -> dict[str, Any]:
-        rest = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else EMPTY.get(f.type, 0) for f in schema}
-        assert set(row) <= set(rest), set(row) - set(rest)
-        return rest | row
+    def whole(given: list[dict[str, Any]]) -> pa.Table:
+        assert set().union(*given) <= set(empty)
+        return pa.table({name: [row.get(name, empty[name]) for row in given] for name in empty}, schema)
 
     key = table(stage_name).key
-    wanted = None if live is None else pa.Table.from_pylist([whole(r) for r in live], schema=schema).select(list(key))
     with Writer(project.folder(stage_name), {"stage": stage_name}) as writer:
-        for batch in pa.Table.from_pylist([whole(r) for r in rows], schema=schema).to_batches():
+        for batch in whole(rows).to_batches():
             writer.append(batch)
         for row in rows if table(stage_name).artifact else ():
             writer.write_artifact(row[table(stage_name).artifact], lambda path: path.write_bytes(b"a picture") and None)
-        writer.finish(wanted, {})
+        writer.finish(None if live is None else whole(live).select(list(key)), {})
 
 
 IMAGES = {

@@ -91,7 +91,7 @@ def test_a_damaged_adapter_is_not_exported_and_is_made_again_to_the_bit(folder: 
     assert Project(folder).verify(repair=True) == [] and path.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["state.json", "a folder"])
+@pytest.mark.parametrize("name", ["state.json", "rows.arrow", "a folder"])
 def test_a_lost_file_of_the_last_checkpoint_is_noticed_and_made_again_with_its_state(folder: Path, name: str):
     taken = name == "a folder"
     path = file(folder, f"train/*/artifacts/checkpoints/step-000004/{'adapter.safetensors' if taken else name}")
