@@ -243,9 +243,9 @@ def test_weights_read_from_disk_give_the_same_bits_of_every_gradient(plan, bits,
 
 @pytest.mark.parametrize(("plan", "most"), [("blocks", 2.2), (4, 5.4)])
 def test_the_peak_is_that_of_two_blocks_or_of_those_that_keep_their_activations(plan, most, tmp_path):
-    count, width = 8, 768
+    count, width = 8, 1024
     weight = 4 * width**2  # bytes
-    chain = streamed(Stream(count, 8, width), tmp_path)
+    chain = streamed(Stream(count, 4, width), tmp_path)
     needs = Blocks(0, 0, 0, 0, (0,) * count, (0,) * count, (0,) * count, stored=(weight,) * count)
     assert peak(lambda: chain.gradient(plan), weight) < most
     assert needs.stored_work(plan) == (2 if plan == "blocks" else 5) * weight
