@@ -302,7 +302,7 @@ def test_edited_captions_are_written_into_the_files_that_the_stage_reads_and_und
     assert "there is nothing to undo" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
 
 
-def test_a_caption_that_a_file_cannot_give_stays_an_edit_of_the_project(mixed):
+def test_a_caption_that_a_file_cannot_give_stays_an_edit_and_nothing_is_written_if_one_file_cannot_be(mixed):
     projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
     edit(
         mixed,
@@ -312,18 +312,16 @@ def test_a_caption_that_a_file_cannot_give_stays_an_edit_of_the_project(mixed):
     assert "1 caption written into 1 file; 2 stay edits of the project" in said and "picture0.png, fox.png" in said
     assert not (mixed / "images" / "fox.png.txt").exists()
     assert texts(mixed)["without the words of the template"] == texts(mixed)["ohwx, three, film"] == "edit"
-
-
-def test_one_line_of_a_sidecar_with_many_captions_is_written(mixed):
-    projects.edit(mixed, "[captions]", '[captions]\nlines = "many"')
-    (mixed / "images" / "picture0.txt").write_text("first\n\nsecond\n")
+    (mixed / "images" / "fox.png.txt").mkdir()
+    edit(mixed, {"picture0.png": "ohwx, one, film"})
+    assert "fox.png.txt: is a directory" in latentmill(mixed, "captions", "--sidecars", code=2)
+    assert (mixed / "images" / "picture0.txt").read_text() == "picture number 0"
+    assert list((mixed / "images").glob(".tmp-*")) == []
     projects.build(mixed, "captions")
-    edit(mixed, {"picture0.png": "ohwx, other, film"}, position=1)
-    latentmill(mixed, "captions", "--sidecars")
-    assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"
+    assert texts(mixed)["ohwx, one, film"] == "edit"
 
 
-def test_a_file_that_two_images_share_is_not_written_for_one_of_them(mixed):
+def test_a_file_that_two_images_share_is_not_written_for_one_of_them_and_one_line_of_many_is(mixed):
     projects.edit(mixed, "[captions]", '[captions]\nsources = ["sidecar"]')
     (mixed / "images" / "fox.txt").write_text("a fox\n")
     projects.build(mixed, "captions")
@@ -332,6 +330,12 @@ def test_a_file_that_two_images_share_is_not_written_for_one_of_them(mixed):
     assert "1 caption written into 1 file; 1 stay edits of the project" in said and "fox.png" in said
     assert (mixed / "images" / "fox.txt").read_text() == "a fox\n"
     assert {"ohwx, a fox, film", "ohwx, one fox, film", "ohwx, one, film"} <= texts(mixed).keys()
+    projects.edit(mixed, "[captions]", '[captions]\nlines = "many"')
+    (mixed / "images" / "picture0.txt").write_text("first\n\nsecond\n")
+    projects.build(mixed, "captions")
+    edit(mixed, {"picture0.png": "ohwx, other, film"}, position=1)
+    latentmill(mixed, "captions", "--sidecars")
+    assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"
 
 
 def test_undo_keeps_a_newer_edit_and_writing_follows_no_link_out_of_the_folder(mixed, tmp_path):
@@ -361,18 +365,6 @@ def test_undo_writes_no_file_that_is_no_caption_of_the_project_and_a_record_of_a
         (mixed / "captions.written.jsonl").write_text(json.dumps(line) + "\n")
         assert f"names {name}, which is no caption file" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
         assert target.read_text() == "mine"
-
-
-def test_nothing_is_written_if_one_file_cannot_be(mixed):
-    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
-    edit(mixed, {"picture0.png": "ohwx, one, film", "fox.png": "ohwx, three, film"})
-    before = (mixed / "images" / "picture0.txt").read_bytes()
-    (mixed / "images" / "fox.png.txt").mkdir()
-    assert "fox.png.txt: is a directory" in latentmill(mixed, "captions", "--sidecars", code=2)
-    assert (mixed / "images" / "picture0.txt").read_bytes() == before
-    assert list((mixed / "images").glob(".tmp-*")) == []
-    projects.build(mixed, "captions")
-    assert texts(mixed)["ohwx, one, film"] == "edit"
 
 
 def test_a_label_shows_letters_with_accents_also_those_that_a_mac_writes_as_two_characters():
