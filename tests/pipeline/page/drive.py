@@ -430,7 +430,9 @@ def visit(window, asked):
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
     # Each page is loaded once, and then seen with every width.
-    looks = [(width, name, width == asked["widths"][0]) for name in asked["pages"] for width in asked["widths"]]
+    first, *others = asked["widths"]
+    sizes = {name: [first] if name in asked["once"] else [first, *others] for name in asked["pages"]}
+    looks = [(width, name, width == first) for name, widths in sizes.items() for width in widths]
     seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
     if asked["search"]:
         return seen | {"found": search(window, address, asked["search"])}

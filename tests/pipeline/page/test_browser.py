@@ -56,7 +56,7 @@ def drive() -> Iterator[Callable[..., dict]]:
             return json.loads(answer)
 
         def order(address: str, folder: Path | str = "", meanwhile: Callable[[], None] = bool, **asked: object) -> dict:
-            usual = {"address": address, "folder": str(folder), "widths": [1280, 390], "axe": AXE, "search": ""}
+            usual = {"address": address, "folder": str(folder), "widths": [1280, 390], "axe": AXE, "search": "", "once": []}
             if (answer := tell(usual | asked)) == "now":
                 meanwhile()
                 answer = tell("done")
@@ -121,8 +121,9 @@ def seen(drive, address, folder) -> dict:
         projects.edit(folder, f"steps = {STEPS}", f"steps = {2 * STEPS}")
         projects.build(folder, "train")
 
-    pages = (*PAGES, "one?key=fox.webp", "projects", "new-project")
-    return drive(f"{address}/p/{folder.name}", shots("example"), go_on, pages=pages)
+    narrow = ("overview", "images", "captions", "compare", "draw", "export", "one?key=fox.webp", "projects", "new-project")
+    pages = dict.fromkeys((*PAGES, *narrow))  # the journey sees the latter narrow
+    return drive(f"{address}/p/{folder.name}", shots("example"), go_on, pages=[*pages], once=[] if shots("") else narrow)
 
 
 @pytest.fixture(scope="module")
