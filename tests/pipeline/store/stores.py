@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipeline.store import table as store_table
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema, column, tensor
-from tests.pipeline.sweeps.forks import note
+from tests.pipeline.forks import note
 
 WORDS = 500  # values in a tensor of VECTORS: 1000 bytes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.forks import Forks
 from tests.pipeline.sweeps import life
-from tests.pipeline.sweeps.forks import Forks
 
 
 @pytest.fixture(scope="session")  # of the package, it would be started again where another package's tests come between

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.store.rows import newest_per_key
 from tests import projects
-from tests.pipeline.sweeps.forks import mark, note
+from tests.pipeline.forks import mark, note
 
 Acknowledged = dict[str, int]  # folder of a table below tables/ -> rows that were committed
 STAGES = ("images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples", "scores")

@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.project.project import Project
 from tests import projects
+from tests.pipeline.forks import NEVER, Forks
 from tests.pipeline.sweeps import life
-from tests.pipeline.sweeps.forks import NEVER, Forks
 from tests.stages.retrieval import project as small
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import projects
+from tests.pipeline.forks import Done, Forks
 from tests.pipeline.sweeps import life
-from tests.pipeline.sweeps.forks import Done, Forks
 from tests.pipeline.sweeps.replay import CUTS, Disk, read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]

@@ -30,7 +30,7 @@ import pytest
 from PIL import Image
 
 from tests import projects
-from tests.pipeline.sweeps.forks import NEVER, Forks
+from tests.pipeline.forks import NEVER, Forks
 from tests.stages.models.test_hostile import mutated_bytes, mutated_json
 from tests.stages.retrieval import project as small
 

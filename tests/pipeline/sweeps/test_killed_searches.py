@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.store import table
-from tests.pipeline.sweeps.forks import KILLED, note
+from tests.pipeline.forks import KILLED, note
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 QUERY = "how many birds are counted"

@@ -16,9 +16,9 @@ import pytest
 from pipeline.store.rows import missing
 from pipeline.store.table import TableFolder, Writer
 from tests import projects
+from tests.pipeline.forks import KILLED, Done, Forks
 from tests.pipeline.store.stores import BATCHES, add, check_tensors
 from tests.pipeline.sweeps import life
-from tests.pipeline.sweeps.forks import KILLED, Done, Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 ROUNDS = {"tiny": 10, "flux3-tiny": 1, "z-image-tiny": 1}  # of 100 kills each

@@ -24,8 +24,8 @@ from pipeline import cli
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from tests import projects
+from tests.pipeline.forks import NEVER
 from tests.pipeline.sweeps import life
-from tests.pipeline.sweeps.forks import NEVER
 from tests.stages.retrieval import project as small
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="/dev/full, and limits of address space")]

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("disk.c")
 KILLED = -signal.SIGKILL  # the exit code of a killed process
 FAILED = 70  # the exit code of a function that raised an exception
@@ -80,7 +80,7 @@ class Forks:
         if not shutil.which(compiler[0]):
             pytest.skip(f"needs the C compiler {compiler[0]}: apt install gcc")
         subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
-        words = [sys.executable, "-m", "tests.pipeline.sweeps.forks"]
+        words = [sys.executable, "-m", "tests.pipeline.forks"]
         environment = {**os.environ, "LD_PRELOAD": str(library), "XDG_CACHE_HOME": str(folder)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
@@ -198,5 +198,5 @@ def _call(order: Mapping[str, Any], steps: mmap.mmap) -> Any:
 
 if __name__ == "__main__":
     # The functions that run in forks import this module by its name; both must see the same `notes`.
-    sys.modules["tests.pipeline.sweeps.forks"] = sys.modules["__main__"]
+    sys.modules["tests.pipeline.forks"] = sys.modules["__main__"]
     _serve()
