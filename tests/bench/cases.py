@@ -1,13 +1,22 @@
-"""One case of the benchmark: what is measured, with which settings."""
+"""One case of a benchmark: what is measured, with which settings."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
 
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # attention without cuDNN's fused kernel, as Metal trains
 TORCH_PLANS = ("eager", "eager+checkpoint", "compiled", "compiled+checkpoint")
 KINDS = ("train", "autoencoder", "text_encoder", "loader", "draw", "preview", "decode", "checksums", "commit", "workers")
+RETRIEVER_PLANS = ("eager", "compiled", "transformers", "transformers-compiled")  # of PyTorch
+RETRIEVER_SIZES = {
+    "base": {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
+    "micro": {"vocab_size": 8192, "d_model": 256, "d_kv": 32, "d_ff": 768, "num_layers": 6, "num_heads": 8},
+    "tiny": {"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -59,3 +68,33 @@ class Case:
         if unknown:
             raise ValueError(f"--case has no field {unknown[0]!r}; there are {', '.join(known)}")
         return cls(**given)
+
+
+@dataclass(frozen=True)
+class RetrieverCase:
+    """One configuration to measure. `kind` is "train" or "encode". `plan` is "whole" or "blocks" for MLX, or one of
+    RETRIEVER_PLANS. `micro_batch` is the number of pairs that are computed at once, 0 for all; below `batch` it is GradCache.
+    """
+
+    kind: str = "train"
+    backend: str = "mlx"
+    plan: str = "whole"
+    size: str = "base"
+    batch: int = 64
+    micro_batch: int = 0
+    query: int = 32
+    document: int = 256
+    rank: int = 16
+    dtype: str = "bfloat16"
+    steps: int = 20
+    memory_gb: float = 0.0  # MLX starts no further operation while this much is in use; 0: no limit
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**RETRIEVER_SIZES[self.size], "feed_forward_proj": "gated-gelu"}
+
+    def ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Without padding."""
+        rng = np.random.default_rng(0)
+        most = self.config["vocab_size"]
+        return tuple(rng.integers(2, most, (self.batch, n)).astype(np.int32) for n in (self.query, self.document))  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,14 @@ import numpy as np
 
 import stages  # noqa: F401  (before mlx.core)
 from stages.footprint import peak_resident
+from tests.bench.cases import RETRIEVER_PLANS, RETRIEVER_SIZES, RetrieverCase
 from tests.bench.environment import describe
 from tests.bench.isolate import run_isolated
 from tests.bench.labels import Row, origin
 from tests.bench.page import section
 from tests.bench.run import time_steps
 
-SIZES = {
-    "base": {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
-    "micro": {"vocab_size": 8192, "d_model": 256, "d_kv": 32, "d_ff": 768, "num_layers": 6, "num_heads": 8},
-    "tiny": {"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-}
 DIMENSIONS, TARGETS = 128, ("q", "k", "v", "o")
-TORCH_PLANS = ("eager", "compiled", "transformers", "transformers-compiled")
 LIMITS_GB = {"train": 7.5, "encode": 1.5}  # of MLX at base size and 64 pairs: below the memory of compiled PyTorch in training
 LIMIT_S = 150  # a case that takes longer is a row with an error, and the next begins
 INTRODUCTION = """\
@@ -46,36 +41,6 @@ Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table
 `T5EncoderModel` with the same LoRA. Seconds are medians. Encoding is of documents alone. A limit is the memory at which MLX
 starts no further operation until an earlier one has ended. On a CPU, the peak is of the whole process.
 """
-
-
-@dataclass(frozen=True)
-class RetrieverCase:
-    """One configuration to measure. `kind` is "train" or "encode". `plan` is "whole" or "blocks" for MLX, or one of
-    `TORCH_PLANS`. `micro_batch` is the number of pairs that are computed at once, 0 for all; below `batch` it is GradCache.
-    """
-
-    kind: str = "train"
-    backend: str = "mlx"
-    plan: str = "whole"
-    size: str = "base"
-    batch: int = 64
-    micro_batch: int = 0
-    query: int = 32
-    document: int = 256
-    rank: int = 16
-    dtype: str = "bfloat16"
-    steps: int = 20
-    memory_gb: float = 0.0  # MLX starts no further operation while this much is in use; 0: no limit
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {**SIZES[self.size], "feed_forward_proj": "gated-gelu"}
-
-    def ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Without padding."""
-        rng = np.random.default_rng(0)
-        most = self.config["vocab_size"]
-        return tuple(rng.integers(2, most, (self.batch, n)).astype(np.int32) for n in (self.query, self.document))  # type: ignore[return-value]
 
 
 def comparison(size: str, batch: int, dtype: str, torch_plans: tuple[str, ...]) -> Iterator[RetrieverCase]:
@@ -179,7 +144,7 @@ def line(row: Row) -> str:
 
 
 @click.command()
-@click.option("--size", type=click.Choice(list(SIZES)), default="base", show_default=True, help="Size of the encoder.")
+@click.option("--size", type=click.Choice(list(RETRIEVER_SIZES)), default="base", show_default=True, help="Size of the encoder.")
 @click.option("--batch", default=64, show_default=True, help="Pairs of a batch.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--case", "only", help="Measure this one case in this process, a JSON object.")
@@ -194,7 +159,7 @@ def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None,
     if only:
         click.echo(json.dumps(run(RetrieverCase(**json.loads(only)))))
         return
-    plans = TORCH_PLANS if importlib.util.find_spec("torch") else ()
+    plans = RETRIEVER_PLANS if importlib.util.find_spec("torch") else ()
     out.parent.mkdir(parents=True, exist_ok=True)
     for case in comparison(size, batch, dtype, plans):
         row = run_isolated(replace(case, steps=steps) if steps else case, LIMIT_S, module=("tests.bench.retriever", "--case"))

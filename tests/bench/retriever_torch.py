@@ -7,17 +7,15 @@ LoRA on its Linears. Import this module only where PyTorch is installed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from stages.models.t5.model import buckets
+from tests.bench.cases import RetrieverCase
 from tests.bench.torch_reference import LoraLinear, TimeSteps
-
-if TYPE_CHECKING:
-    from tests.bench.retriever import RetrieverCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIMENSIONS, TEMPERATURE, ALPHA = 128, 0.05, 32.0
