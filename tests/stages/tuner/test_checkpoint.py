@@ -19,19 +19,6 @@ def save(folder: Path, step: int, **facts):
     return checkpoint.save(writer_into(folder), step, ADAPTERS, STATES, pa.table({"step": [step]}), {"rank": "1"}, facts)
 
 
-def test_what_is_saved_is_found_and_read_back_bit_for_bit(tmp_path):
-    save(tmp_path, 7, skipped=2)
-    (found,) = checkpoint.find_checkpoints(tmp_path)
-    assert (found.step, found.state["skipped"]) == (7, 2)
-    assert found.folder == tmp_path / "checkpoints" / "step-000007"
-    assert found.intact(ADAPTER, OPTIMIZER, ROWS)
-    for name, arrays in ((ADAPTER, ADAPTERS), (OPTIMIZER, STATES)):
-        read = found.arrays(name)
-        assert set(read) == set(arrays)
-        assert all(read[key].dtype == value.dtype and mx.array_equal(read[key], value) for key, value in arrays.items())
-    assert found.rows().to_pylist() == [{"step": 7}]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_no_file_is_written_of_values_that_are_not_finite(tmp_path, value):
     arrays = ADAPTERS | {"b.lora_B.weight": mx.array([[1.0], [value]])}
@@ -105,13 +92,3 @@ def test_a_kill_while_an_old_timed_checkpoint_is_deleted_leaves_no_damaged_one(d
     assert checkpoint.damaged_checkpoints(tmp_path) == {}
     checkpoint.delete_incomplete(tmp_path, 10)
     assert [path.name for path in (tmp_path / checkpoint.FOLDER).iterdir()] == ["step-000010"]
-
-
-def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
-    assert checkpoint.published_step(tmp_path) is None
-    saved = save(tmp_path, 7)
-    checkpoint.publish(writer_into(tmp_path), saved)
-    assert checkpoint.published_step(tmp_path) == 7
-    assert (tmp_path / ADAPTER).read_bytes() == (saved.folder / ADAPTER).read_bytes()
-    (tmp_path / ADAPTER).write_bytes(b"short")
-    assert checkpoint.published_step(tmp_path) is None

@@ -68,11 +68,6 @@ def test_each_window_of_steps_fills_every_stratum_once():
         assert len({tuple((window * 8).astype(int)) for window in us}) == 4, "the order is drawn for each window"
 
 
-def test_with_one_stratum_each_sample_is_an_independent_draw():
-    assert stratified_uniform(7, 5, 2) == draws.uniform(7, "sigma", 5, 2)
-    assert stratified_uniform(7, 5, 2) != stratified_uniform(7, 6, 2)
-
-
 FINE = (np.arange(100_000) + 0.5) / 100_000
 
 

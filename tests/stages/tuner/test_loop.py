@@ -37,22 +37,6 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
-@pytest.mark.parametrize(
-    ("kill_at", "lose", "steps", "told"),
-    [
-        (5, 0, 7, "steps 4 to 7: steps 4 to 5 are computed again, from the checkpoint of step 3, with the same result"),
-        (3, 1, 7, "steps 4 to 7: the checkpoint of step 3 holds also what the table lacks"),
-        (3, 0, 7, "steps 4 to 7"),
-        (5, 0, 4, "steps 4 to 4: step 4 is computed again, from the checkpoint of step 3, with the same result"),  # none beyond
-    ],
-)
-def test_a_run_that_goes_on_after_a_kill_says_why_it_does_not_after_the_last_stored_step(kill_at, lose, steps, told, tmp_path):
-    run = ToyRun(tmp_path, replace(CONFIG, validation=None)).go(kill_at=kill_at, lose=lose)
-    run.config = replace(run.config, steps=steps)
-    run.lines.clear()
-    assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
-
-
 def test_mlx_is_configured_after_the_ranks_are_connected_and_before_their_first_exchange(tmp_path, monkeypatch):
     asked: list[str] = []
 
@@ -122,12 +106,6 @@ def test_an_average_of_the_adapter_is_published_beside_it_changes_it_not_and_res
     broken = ToyRun(tmp_path / "b", config).go(stop_at=3).go()
     averages = [(run.folder / checkpoint.EMA).read_bytes() for run in (straight, broken)]
     assert averages[0] == averages[1] != straight.adapter == whole.adapter
-
-
-def test_a_run_prints_what_is_trained_and_what_looks_wrong(whole):
-    assert "toys are for tests" in whole.lines and "12 pairs" in whole.lines
-    assert any(line.startswith("plan whole: estimated peak") for line in whole.lines)
-    assert any(line.endswith("steps 1 to 7") for line in whole.lines)
 
 
 @pytest.mark.parametrize(

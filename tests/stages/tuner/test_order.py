@@ -81,12 +81,6 @@ def test_a_step_has_the_next_batches_of_the_epochs_in_order_whatever_was_asked_b
     assert order.step(step) == alone == Order(shapes, size, seed, 2).step(step)
 
 
-def test_rows_that_fill_the_batches_of_an_epoch_make_it_a_permutation():
-    order = Order([(64, 64)] * 8 + [(96, 64)] * 4, 4, 0)
-    for epoch in range(3):
-        assert counts(order, [epoch]) == Counter(range(12))
-
-
 def test_the_order_differs_between_epochs_and_seeds():
     same = [(64, 64)] * 30
     rows = {tuple(batch.rows for batch in Order(same, 4, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)}
@@ -143,15 +137,6 @@ def test_rated_rows_keep_their_shares_in_full_batches(rows, size, seed, first):
 @given(shapes, sizes, st.integers(0, 3))
 def test_equal_rates_change_no_draw(shapes, size, epoch):
     assert Order(shapes, size, 0, 1, None).epoch(epoch) == Order(shapes, size, 0, 1, [1.0] * len(shapes)).epoch(epoch)
-
-
-def test_a_step_far_from_the_start_is_found_without_drawing_the_steps_before(monkeypatch):
-    order = Order([(64, 64)] * 1001, 8, 0)
-    arranged = []
-    found = Order._arranged
-    monkeypatch.setattr(Order, "_arranged", lambda self, *args: arranged.append(args) or found(self, *args))
-    order.step(1_000_000)
-    assert len(arranged) <= 2 * 8
 
 
 @pytest.mark.parametrize("rates", [[0.001] * 3, [1000.0, 0.001]])

@@ -13,18 +13,6 @@ def measured(losses, every=10):
     return {n * every: loss for n, loss in enumerate(losses)}
 
 
-def test_measurements_are_before_the_first_step_and_then_at_equal_intervals():
-    assert list(validation.measured_steps(10, 35)) == [0, 10, 20, 30]
-    assert list(validation.measured_steps(10, 40))[-1] == 40
-    assert list(validation.measured_steps(10, 3)) == [0]
-
-
-@given(st.lists(st.floats(0, 3, width=32), min_size=4, max_size=4).flatmap(lambda v: st.tuples(st.just(v), st.permutations(v))))
-def test_a_mean_does_not_depend_on_the_order_of_rows(orders):
-    one, other = (validation.mean_losses([(10, loss) for loss in losses], 4) for losses in orders)
-    assert one == other
-
-
 def test_an_incomplete_measurement_does_not_count_and_one_that_is_not_finite_has_an_infinite_mean():
     losses = [(0, 1.0), (0, 2.0), (10, 1.0), (20, 0.5), (20, math.nan)]
     assert validation.mean_losses(losses, 2) == {0: 1.5, 20: math.inf}

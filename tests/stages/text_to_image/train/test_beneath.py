@@ -102,16 +102,6 @@ def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe
         STAGE.snapshot(run.context())
 
 
-def test_an_error_about_targets_or_ranks_names_the_setting(wide, tmp_path):
-    for values, said in (
-        ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
-        ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
-        ({"rslora": True}, r"\[train\] rslora needs an alpha, .*; alpha = 1.41 gives a scale of 1"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Run(tmp_path / "second", wide, replace(BASE, **values)).training()
-
-
 @pytest.mark.parametrize(
     ("values", "sizes", "said"),
     [

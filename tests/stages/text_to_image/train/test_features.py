@@ -67,14 +67,6 @@ def test_every_method_and_variant_trains_and_resumes_to_the_bit(change, transfor
     assert lora.largest_change(mx.load(str(straight.folder / ARTIFACTS / checkpoint.ADAPTER))).item() > 0
 
 
-def test_the_preservation_loss_is_in_the_rows_of_the_steps_and_samples_that_have_one(whole):
-    trained = [row for row in whole.rows if row["split"] == "train"]
-    for row in trained:  # at every second step; a dropped caption has no class
-        assert (row["preservation"] is None) == (row["step"] % 2 == 1 or row["dropped"])
-    assert all(0 < row["preservation"] < row["loss"] for row in trained if row["preservation"] is not None)
-    assert all(row["preservation"] is None for row in whole.rows if row["split"] == "validation")
-
-
 def test_neither_measuring_a_run_nor_its_loss_changes_the_other(transformer, tmp_path):
     def run(**settings) -> Run:
         aside = ValidationConfig(paths=("image0",), every=settings.pop("every"))

@@ -8,14 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
-from stages.tuner.health import _check_size
-from stages.tuner.loop import Loader
 from stages.tuner.optimizers import step as optimizer_step
 from tests.stages.text_to_image.train.runs import BASE, Run
 
@@ -46,20 +43,6 @@ def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(tr
     assert [line for line in run.said if "not finite" in line] == [
         "step 2: the loss or the gradient is not finite; the step is skipped"
     ]
-
-
-def test_the_update_ratio_is_the_length_of_the_update_divided_by_that_of_the_adapter(transformer, tmp_path):
-    def length(arrays: list[np.ndarray]) -> float:
-        return math.sqrt(sum(float(np.square(value.astype(np.float64)).sum()) for value in arrays))
-
-    run = Run(tmp_path, transformer, replace(BASE, schedule=AT_ONCE))
-    made = run.training()
-    for _, batches, _ in Loader(run.task(), range(1, 4)):
-        old = {name: np.array(value) for name, value in made.adapter.items()}
-        said = made.step(batches, 1e-2, ratio=True).update_ratio
-        way = [np.array(value) - old[name] for name, value in made.adapter.items()]
-        assert said == pytest.approx(length(way) / length(list(old.values())), rel=1e-4)
-        assert made.step(batches, 1e-2).update_ratio is None
 
 
 @pytest.mark.parametrize(
@@ -99,13 +82,6 @@ def test_neither_a_linear_that_moves_nor_a_step_with_a_rate_of_zero_is_reported(
 def test_an_update_as_long_as_the_adapter_or_lost_in_rounding_is_reported(lr, said, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=10, lr=lr, schedule=AT_ONCE, batch_size=1)).go()
     assert any(re.match(said, line) for line in run.said)
-
-
-@pytest.mark.parametrize(("kind", "step", "reported"), [("prodigy", 10, False), ("prodigy", 100, True), ("adamw", 10, True)])
-def test_prodigy_may_begin_with_small_updates_because_it_raises_its_own_rate(kind, step, reported):
-    said: list[str] = []
-    _check_size(said.append, replace(BASE, optimizer=OptimizerConfig(kind=kind), lr=1.0), step, 5e-8)
-    assert said == [f"step {step}: the update is 5e-08 of the adapter's length; raise [train] lr (1)"] * reported
 
 
 def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resume(transformer, tmp_path, monkeypatch):

@@ -35,18 +35,6 @@ def test_the_plan_is_the_fastest_that_fits_to_the_byte_and_is_printed(deep, tmp_
         assert chosen(run).plan == less
 
 
-def test_a_run_prints_its_plan_and_its_estimated_peak_before_its_first_row_and_trains_with_that_plan(deep, tmp_path, monkeypatch):
-    run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
-    run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
-    plans = noted(monkeypatch, lambda *given: given[-1])
-    rows = STAGE.run(run.context())
-    next(rows)
-    estimated = f"estimated peak {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB"
-    assert f"plan 2 (the last 2 of 6 blocks are not computed twice): {estimated}" in run.said
-    list(rows)
-    assert plans == [2, 2]
-
-
 def peak_of(run: Run, steps: int = 2) -> int:
     """Bytes at the most in the first steps, beside what lay there before."""
     gc.collect()  # what another test left would else be let go in between

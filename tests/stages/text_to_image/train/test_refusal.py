@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from stages.text_to_image.families import family
 from stages.text_to_image.train import task
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
-from stages.text_to_image.train.memory import BatchShape
 from stages.tuner.config import OptimizerConfig
-from stages.tuner.memory import require_fit
-from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
+from tests.stages.text_to_image.train.plans import chosen, needs
 from tests.stages.text_to_image.train.runs import BASE, Run, tables
 
 
@@ -78,14 +75,6 @@ def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_t
     assert said == pytest.approx(limit, rel=0.01)
     run.config = with_settings(run.config, settings["train"])
     assert chosen(run).plan == "blocks"
-
-
-def test_the_refusal_of_klein_9b_in_a_batch_of_8_at_1024_px_in_11_gb_names_micro_batches_and_4_bits(monkeypatch):
-    monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
-    batch = BatchShape(8, 1024, 1024, 512, PIXELS)
-    klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer, batch)
-    with pytest.raises(ValueError, match=r"may take: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
-        require_fit(klein, int(11e9))
 
 
 def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, tmp_path):

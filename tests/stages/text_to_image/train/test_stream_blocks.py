@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
-from stages.text_to_image.weights import load_transformer
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, weights
 
 DEEP = {"num_single_layers": 16, "num_attention_heads": 8, "attention_head_dim": 32, "axes_dims_rope": (8, 8, 8, 8)}
@@ -51,8 +50,3 @@ def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(tmp_path: Pa
         assert saved <= peaks[0] - peaks[1] <= saved + max(stored), "at the peak, the next block may not be read yet"
         assert estimates[0] - estimates[1] == pytest.approx(saved, rel=0.05)
         assert saved > 0.55 * sum(stored)
-
-
-def test_a_model_whose_blocks_stay_on_disk_needs_a_folder(transformer):
-    with pytest.raises(ValueError, match="stream_blocks must be false here"):
-        load_transformer(transformer, TINY, mx.float32, replace(BASE, stream_blocks=True))

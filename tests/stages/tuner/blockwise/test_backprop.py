@@ -19,7 +19,6 @@ from stages import blas
 from stages.models.family import Block
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
-from stages.own_gradient import OwnGradient
 from stages.tuner import diffusion
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
@@ -27,7 +26,6 @@ from stages.tuner.blockwise import device
 from stages.tuner.blockwise.backprop import (
     BlockwiseForward,
     DividedChain,
-    kept_blocks,
     loss_and_grads,
     model_forward,
     on_cores,
@@ -204,18 +202,6 @@ def test_a_dropped_model_is_freed_with_its_compiled_functions():
     assert mx.get_active_memory() <= before + 4096
 
 
-def test_an_unknown_plan_and_an_adapter_without_a_block_are_refused_by_name():
-    model = tiny()
-    adapters, scales = trained(model)
-    with pytest.raises(ValueError, match="plan must be whole, blocks or a number of blocks, got"):
-        kept_blocks("half", 5)
-    lost = {**adapters, "transformer_blocks.7.attn.to_q.lora_A.weight": mx.zeros((4, 64))}
-    with pytest.raises(ValueError, match=r"transformer_blocks\.7\.attn\.to_q"):
-        loss_and_grads(model, lost, scales, batch(), loss_of())
-    with pytest.raises(ValueError, match="no adapter"):
-        loss_and_grads(model, {}, scales, batch(), loss_of())
-
-
 def streamed(model: Any, folder: Path) -> Any:
     files = WeightFolder(folder)
     for block in model.blocks:
@@ -344,26 +330,6 @@ def test_several_texts_of_queries_and_documents_are_divided_alike(use_cores):
     assert all(mx.allclose(part, other, atol=1e-5) for part, other in zip(found, alone, strict=True))
 
 
-def test_a_gradient_of_its_own_is_computed_on_the_stream_of_the_operation():
-    stream, streams = mx.new_stream(mx.cpu), []
-
-    @OwnGradient
-    def double(x):
-        return 2 * x
-
-    @double.vjp
-    def _(x, dy, y):
-        streams.append(mx.default_stream(mx.cpu))
-        return 2 * dy
-
-    def run(x):
-        with mx.stream(stream):
-            return double(x).sum()
-
-    assert mx.grad(run)(mx.ones(3)).tolist() == [2, 2, 2]
-    assert streams == [stream]
-
-
 def test_the_parts_of_a_batch_share_the_cores_and_one_sample_one_core_and_a_gpu_divide_nothing(use_cores, monkeypatch):
     model = tiny()
     use_cores(1)
@@ -387,14 +353,6 @@ def test_the_blas_library_uses_the_number_of_threads_that_is_set():
             assert threads() == count
     finally:
         blas.set_threads(before)
-
-
-def test_the_number_of_threads_is_that_of_the_variable_or_of_the_cores(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert blas.threads() == 3
-    for value in ("0", "many", ""):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert 1 <= blas.threads() <= (os.cpu_count() or 1)
 
 
 def test_a_graph_is_computed_in_turn_on_several_cores_only(use_cores, monkeypatch):

@@ -11,18 +11,11 @@ from stages.tuner.blockwise.device import (
     compute_exactly,
     configure_convolutions,
     configure_scheduler,
-    device_bytes,
     live_memory_limit,
-    memory_budget,
 )
 
 H200 = {"compute_capability_major": 9, "compute_capability_minor": 0}
 SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
-
-
-def test_the_budget_is_the_setting_or_the_devices_memory_less_headroom():
-    assert memory_budget(2.5) == 2_500_000_000 and memory_budget(0) == 0
-    assert 0.5 * device_bytes() < memory_budget() < device_bytes()
 
 
 def test_a_live_memory_limit_is_mlxs_limit_inside_and_the_old_one_afterwards():
