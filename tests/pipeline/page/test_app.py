@@ -9,10 +9,8 @@ import io
 import json
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import pyarrow as pa
 import pytest
@@ -82,15 +80,6 @@ def write(page: TestClient, key: str, before: str, text: str | None, headers=TOK
     return page.post("/edit/captions", json={key: {"before": before, "text": text}}, headers=headers)
 
 
-@pytest.mark.parametrize(("command", "module"), [("view", "plotly"), ("report", "tomlkit")])
-def test_without_a_module_of_the_extra_the_page_does_not_begin(folder, monkeypatch, command, module):
-    monkeypatch.setattr("uvicorn.run", lambda *args, **more: None)
-    monkeypatch.setitem(sys.modules, module, None)
-    more = ("--no-open", "--port", "8799") if command == "view" else ()
-    assert "the page needs the extra `view`" in projects.latentmill(folder, command, *more, code=2)
-    assert not (folder / "exports").exists()
-
-
 def test_every_page_answers_without_an_error_escapes_what_files_say_and_home_says_rows_and_size_of_every_table(page, folder):
     for name in PAGES:
         shell = page.get("/" if name == "overview" else f"/{name}")
@@ -116,23 +105,6 @@ def test_the_page_about_an_image_shows_its_crops_and_what_became_of_it(page):
     with Image.open(io.BytesIO(base64.b64decode(masks[0]))) as mask:
         assert mask.convert("L").getpixel((0, 0)) < 100 and mask.convert("L").getpixel((0, mask.height - 1)) > 150
     assert page.get("/fragment/one", params={"key": "nothing"}).status_code == 404
-
-
-def test_the_page_about_an_image_leads_to_those_before_and_after_it_in_the_chosen_filter_order_and_search(page):
-    def near(key: str, **chosen: str) -> dict[str, str]:
-        shown = page.get("/fragment/one", params={"key": key, **chosen}).text
-        links = re.findall(r'<a rel="(\w+)" href="one\?([^"]*)"', shown)
-        return {side: parse_qs(html.unescape(query))["key"][0] for side, query in links}
-
-    cards = page.get("/fragment/images", params={"find": "picture"}).text
-    paths = [parse_qs(html.unescape(query)) for query in re.findall(r'href="one\?([^"]*)"', cards)]
-    assert [each["key"] for each in paths] == [[f"picture{n}.png"] for n in range(3)] and paths[0]["find"] == ["picture"]
-    assert near("picture1.png", find="picture") == {"prev": "picture0.png", "next": "picture2.png"}
-    assert near("picture0.png", find="picture") == {"next": "picture1.png"}
-    rejected = page.get("/fragment/images", params={"filter": "rejected"}).text
-    assert "broken.png" in rejected and "picture0.png" not in rejected.split("Images that are not trained on")[0]
-    assert near("picture1.png", find="fox") == near("picture1.png", filter="rejected") == {}
-    assert near("picture1.png", order="most drawn", filter="'; drop table images")["next"] == "picture2.png"
 
 
 def test_a_picture_is_left_out_or_repeated_on_its_page_in_the_settings_that_are_there(page, folder):
@@ -331,15 +303,6 @@ def test_sql_is_answered_with_columns_of_equal_names_writes_nothing_and_mistakes
         "select [range(99)] from range(99)",
     ):
         assert "more than 5,000 values" in page.get("/fragment/sql", params={"sql": sql}).text
-
-
-def test_the_text_of_changes_differs_after_a_stage_or_an_edit(page, folder):
-    before = Site(folder).changes()
-    assert Site(folder).changes() == before
-    projects.add_image(folder, "late.png", seed=30)
-    projects.build(folder, "images")
-    after = Site(folder).changes()
-    assert after != before and "late.png" in page.get("/fragment/images").text
 
 
 def test_the_report_is_one_file_without_addresses_that_holds_its_pictures(folder, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ from starlette.testclient import TestClient
 
 from pipeline.page.app import make_app
 from pipeline.page.site import Site
-from tests.pipeline.page.large import IMAGES, PROMPTS, STEPS, fill
+from tests.pipeline.page.large import IMAGES, fill
 
 PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
 MOST_BYTES, MOST_ROWS, MOST_PICTURES = 350_000, 5_000, 200  # of one page
@@ -55,24 +53,6 @@ def test_the_first_load_of_every_page_sends_few_bytes_and_fetches_few_rows(page,
         len(text) < MOST_BYTES and text.count("<img") <= MOST_PICTURES and text.count("<img") == text.count('<img loading="lazy"')
     )
     assert sum(fetched) < MOST_ROWS
-
-
-def test_curves_of_many_steps_have_few_points(page):
-    charts = [
-        json.loads(html.unescape(each)) for each in re.findall(r'data-chart="([^"]*)"', page.get("/fragment/training").text)
-    ]
-    points = [len(trace["x"]) for chart in charts for trace in chart["traces"]]
-    assert points and max(points) <= 450
-    assert any(trace["x"][-1] > STEPS - 400 for chart in charts for trace in chart["traces"])
-
-
-def test_a_cell_of_previews_is_one_picture_that_knows_those_of_all_steps(page):
-    text = page.get("/fragment/samples").text
-    cells = [json.loads(html.unescape(each)) for each in re.findall(r'data-pictures="([^"]*)"', text)]
-    assert len(cells) == 2 * PROMPTS and {len(cell) for cell in cells} == {2, 1 + STEPS // 250}
-    common, *pictures = max(cells, key=len)
-    assert [step for step, _ in pictures] == list(range(250, STEPS + 1, 250))
-    assert page.get(common + pictures[-1][1]).status_code == 200
 
 
 def test_a_text_is_replaced_in_captions_of_all_pages_and_the_answer_undoes_it(page):

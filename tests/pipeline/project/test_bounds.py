@@ -56,18 +56,3 @@ def test_a_number_beyond_its_bounds_is_refused_in_one_line_in_every_setting(pipe
                 refused(found, section, field.name, shape(value))
             count += 1
     assert count > 40
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value"),
-    [
-        ("train", "rank", 10_000),
-        ("train.validation", "share", 0),
-        ("samples", "width", 1_600_000),
-        ("images", "folder", ""),
-        ("images", "folder", "a\0b"),
-        ("captions", "preview_prompts", ["x"] * 100_000),
-    ],
-)
-def test_an_absurd_value_is_refused_before_anything_is_loaded(section, name, value):
-    refused(sections(stages.pipeline("text_to_image")), section, name, value)

@@ -239,14 +239,3 @@ def test_a_component_is_fetched_alone_from_a_repository_of_its_own_and_from_one_
     server.files = whole
     copy = Path(fetch(server, tmp_path / "other", family="text_encoder").removeprefix("found "))
     assert copy.name == "text_encoder" and {path.name for path in copy.parent.iterdir()} == {"text_encoder"}
-
-
-def test_a_repository_without_the_component_or_that_is_not_there_is_one_line_that_names_the_setting(
-    server: Hub, tmp_path: Path
-) -> None:
-    server.files = {"qwen-Q4_K_M.gguf": b"x", "qwen-Q8_0.gguf": b"x"}
-    line = fetch(server, tmp_path, family="text_encoder")
-    assert line.startswith(f"refused project.components.text_encoder: {REPOSITORY} has neither text_encoder/ nor a config.json")
-    server.status[""] = 404
-    line = fetch(server, tmp_path, family="transformer")
-    assert re.search(r"no repository someone/tiny, or it is private: check project\.components\.transformer", line), line

@@ -118,9 +118,3 @@ def test_single_files_of_comfyui_are_listed_with_their_precision_and_their_size(
     assert head.split() == ["component", "of", "GB", "form", "missing", "path"]
     assert [line.split()[:4] for line in body[:1]] == [["transformer", "dev", "32.2", "F8_E4M3"]]
     assert body[1].startswith("text_encoder  klein-base-4b, klein-4b") and body[2].startswith("2 components, ")
-
-
-def test_a_folder_without_weights_is_said_so_in_one_line(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(command, ["--found", "--in", str(tmp_path)]).output
-    assert shown == f"no weights of a family were found in {tmp_path}\n"
-    assert "--in needs --found" in CliRunner().invoke(command, ["--in", str(tmp_path)]).output

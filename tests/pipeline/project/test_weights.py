@@ -7,10 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import mlx.core as mx
 import pytest
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
 from pipeline.project import weights
 from pipeline.project.project import Project
@@ -43,30 +42,6 @@ def cache_repository(cache, name, *folders):
     return snapshot
 
 
-def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home_and_refused_with_its_path_if_it_is_not_there(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "project" / "org" / "name").mkdir(parents=True)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    record = family("klein-base-4b")
-    for spec in ("org/name", str(tmp_path / "project/org/name"), "~/project/org/name"):
-        assert weights.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
-    for spec in ("/no/such/folder", "./weights", "a/b/c", "weights"):
-        with pytest.raises(ValueError, match=r"weights must be a folder or a hub id \(org/name\), got .* does not exist"):
-            weights.resolve(spec, tmp_path, record)
-
-
-def test_offline_the_message_says_what_to_fetch_and_only_the_components_asked_for_must_be_cached(tmp_path, cache):
-    with pytest.raises(ValueError, match=f'cannot be reached.* `hf download {HUB} .*weights = "FOLDER"') as caught:
-        weights.resolve("", tmp_path, family("klein-base-4b"))
-    assert all(f"--include '{name}/*'" in str(caught.value) for name in ("transformer", "vae", "text_encoder", "tokenizer"))
-    assert "\n" not in str(caught.value)
-    snapshot = cache_repository(cache, HUB, "vae")
-    assert weights.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
-    with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
-        weights.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
-
-
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))})
 
@@ -93,15 +68,6 @@ def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, ther
         (folder / name).write_text(text)
     (folder / "model.safetensors").unlink(missing_ok=True)
     assert weights.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
-
-
-def test_a_full_disk_is_reported_with_the_folder(tmp_path, monkeypatch):
-    def snapshot_download(name, *, allow_patterns, local_files_only=False, dry_run=False):
-        raise errors.LocalEntryNotFoundError("not there") if local_files_only else OSError(28, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match=r"cannot be written to .*No space left on device; free space there"):
-        weights.resolve("", tmp_path, family("klein-base-4b"))
 
 
 def test_a_seeded_familys_weights_are_generated_once_if_that_is_allowed(tmp_path):
@@ -139,18 +105,6 @@ def bundled(tmp_path, tiny_weights, monkeypatch):
     return dataclasses.replace(family("tiny"), seeded=None, bundled="data/small"), folder
 
 
-def test_bundled_weights_are_found_from_any_folder_unless_the_settings_name_another_and_nothing_is_written(
-    tmp_path, bundled, monkeypatch
-):
-    record, folder = bundled
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    for fetch in (True, False):
-        assert weights.resolve("", Path("project"), record, fetch=fetch) == folder
-    assert list(Path().iterdir()) == []
-    assert weights.resolve(str(tmp_path / "elsewhere"), tmp_path, record) == tmp_path / "elsewhere"
-
-
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -178,12 +132,6 @@ def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_re
     assert f"it is part of the checkout; run `git checkout data/small` in {tmp_path / 'checkout'} to restore it" in message
     others = [each for each in FOLDERS if each != component]
     assert weights.resolve("", tmp_path, record, others) == folder
-
-
-def test_a_family_without_published_weights_needs_a_folder(tmp_path):
-    nameless = dataclasses.replace(family("klein-base-4b"), hub="")
-    with pytest.raises(ValueError, match="weights must be a folder: no weights are published"):
-        weights.resolve("", tmp_path, nameless)
 
 
 def quantised(source: Path, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from pipeline.commands.clean import _delete_table
 from pipeline.project.project import Project
 from pipeline.project.runs import read_record
 from pipeline.store.checksums import Checksums
-from pipeline.store.lock import lock_holder, locked, texts_lock
+from pipeline.store.lock import locked, texts_lock
 from pipeline.store.shards import shard_damage
 from pipeline.store.table import TableFolder, Writer
 from tests.pipeline.store.stores import FILES, files
@@ -106,18 +106,6 @@ def test_a_file_of_the_program_is_never_a_link_or_a_pipe(write: Callable, make: 
     with pytest.raises(ValueError, match="is no regular file: delete it"):
         write(tmp_path)
     assert (tmp_path / "outside").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "text", ['{"host": "HOST", "pid": 12345678901234567890}', "[" * 60_000, "[]", "null", '{"pid": []}', None]
-)
-def test_the_holder_of_an_odd_lock_file_is_nobody(text, tmp_path):
-    path = tmp_path / "lock"
-    if text is None:
-        os.mkfifo(path)
-    else:
-        path.write_text(text.replace("HOST", os.uname().nodename))
-    assert lock_holder(path) == ""
 
 
 @pytest.mark.parametrize(

@@ -37,22 +37,6 @@ def test_a_second_process_is_refused_in_one_line_that_names_the_first_until_that
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_lock_is_named_without_being_taken_and_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
-    path = tmp_path / "lock"
-    assert lock_holder(path) == ""
-    with pytest.raises(KeyError), locked(path):
-        assert f"process {os.getpid()} " in lock_holder(path)
-        with pytest.raises(ValueError, match="is being written"):
-            locked(path).__enter__()
-        path.write_text("")  # the holder has not written its name yet
-        with pytest.raises(ValueError, match="is being written by another process"):
-            locked(path).__enter__()
-        raise KeyError
-    assert lock_holder(path) == ""
-    with locked(path):
-        pass
-
-
 def test_who_looks_at_a_lock_never_makes_a_writer_fail(tmp_path: Path, monkeypatch):
     path, flock, tries = tmp_path / "lock", fcntl.flock, []
 

@@ -15,12 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.project.tables import Table
-from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_shard_index, write_shard
+from pipeline.store.shards import MAPPED_SHARDS, ShardReader, write_shard
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import STORED_AS, TableSchema, column, tensor
-from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, run, vectors
-
-EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
+from tests.pipeline.store.stores import VECTORS, name_of, run, vectors
 
 
 def resident(kind: str) -> int:
@@ -43,33 +41,6 @@ def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows_and_a_tensor_lies_
     with pa.ipc.open_file(str(tmp_path / "shards" / rows["shard"][0].as_py())) as file:
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
         assert file.schema.equals(VECTORS.shard)
-
-
-def test_a_shard_has_a_limited_size_and_a_larger_row_gets_a_shard_of_its_own(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", VECTORS)
-    run(table, vectors(*range(23)), vectors(50, words=5000), shard_bytes=5000)  # 23,000 bytes at once
-    counts = {row["values"]: row["counts"] for row in table.rows()["shard"].value_counts().to_pylist()}
-    assert sorted(counts.values()) == [1, 3, 5, 5, 5, 5]
-    check_tensors(table)
-
-
-def test_a_file_that_is_not_a_shard_of_the_table_is_named(tmp_path: Path):
-    with pa.ipc.new_file(str(tmp_path / "00000001-x.arrow"), pa.schema([("a", pa.int8())])) as out:
-        out.write_table(pa.table({"a": pa.array([1], pa.int8())}))
-    with pytest.raises(ValueError, match=r"00000001-x.arrow is not a shard of vectors: its columns are a; remove the file"):
-        read_shard_index(tmp_path / "00000001-x.arrow", VECTORS)
-
-
-def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", VECTORS)
-    run(table, pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(1))
-    reader = table.tensors()
-    reader.ahead(["none", name_of(1)])
-    with pytest.raises(ValueError, match="row none has no tensor"):
-        reader.read("none")
-    assert np.all(reader.read(name_of(1)) == 1)
-    with pytest.raises(KeyError):
-        reader.read("stranger")
 
 
 def test_views_are_valid_until_the_next_ahead_and_open_files_stay_few_over_many_shards(tmp_path: Path):

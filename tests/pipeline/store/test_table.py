@@ -206,25 +206,6 @@ def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(t
     assert texts(table) == ["text 1", "text 2"]
 
 
-def test_the_manifest_says_what_the_table_is(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", VECTORS)
-    with Writer(table, RECIPE) as writer:
-        writer.append(vectors(*range(4)))
-        writer.finish(names(1, 2, 3), {"seconds": 2.5})
-        writer.finish(names(1, 2, 3), {"note": "ä"})
-    manifest = table.manifest()
-    assert (manifest["table"], manifest["recipe"], manifest["rows"], manifest["dead"]) == ("vectors", RECIPE, 3, 1)
-    assert manifest["facts"] == {"seconds": 2.5, "note": "ä"}
-    usage = table.usage()
-    assert (usage["rows"], usage["dead"], usage["shards"]) == (3, 1, 1)
-    assert (
-        usage["shard_bytes"]
-        < manifest["bytes"]
-        < usage["bytes"]
-        == sum(size for size, _ in state(table.folder).values()) + (table.folder / "lock").stat().st_size
-    )
-
-
 def test_a_table_may_be_empty(tmp_path: Path):
     for schema in (NOTES, VECTORS):
         table = TableFolder(tmp_path / schema.name, schema)
@@ -448,12 +429,6 @@ def test_an_error_of_the_last_fsync_is_one_line_with_the_room_that_is_still_need
         writer.write_artifact("a.png", lambda path: path.write_bytes(b"x") and None)
     assert not (table.folder / "artifacts/a.png").exists()
     assert not list(table.folder.rglob(".tmp-*"))
-
-
-def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
-    (tmp_path / "t").write_text("I was here first")
-    with pytest.raises(ValueError, match="cannot write notes in"), Writer(TableFolder(tmp_path / "t" / "x", NOTES), RECIPE):
-        pass
 
 
 # Which rows are missing.
