@@ -31,17 +31,17 @@ def altered(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, mx.array, Gr
 def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(transformer, tmp_path, monkeypatch):
     def change(call: int, losses_B: mx.array, grads: Grads) -> tuple[mx.array, Grads]:
         one = mx.arange(losses_B.size) == 0  # of the samples one alone
-        return (mx.where(one, math.inf, losses_B) if call == 2 else losses_B), grads
+        return mx.where(one, {2: math.inf, 3: math.nan}[call], losses_B) if call in (2, 3) else losses_B, grads
 
     altered(monkeypatch, change)
-    run = Run(tmp_path, transformer, replace(BASE, steps=3, checkpoint_every=1, keep_states=3)).go()
+    run = Run(tmp_path, transformer, replace(BASE, steps=4, checkpoint_every=1, keep_states=4)).go()
     saved = {found.step: found for found in checkpoint.find_checkpoints(tmp_path / "artifacts")}
     for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER):
-        before, after, later = (saved[step].arrays(name) for step in (1, 2, 3))
-        assert all(mx.array_equal(before[key], after[key]) for key in before)
-        assert not all(mx.array_equal(after[key], later[key]) for key in before)
+        before, *after, later = (saved[step].arrays(name) for step in (1, 2, 3, 4))
+        assert all(mx.array_equal(before[key], each[key]) for each in after for key in before)
+        assert not all(mx.array_equal(before[key], later[key]) for key in before)
     assert [line for line in run.said if "not finite" in line] == [
-        "step 2: the loss or the gradient is not finite; the step is skipped"
+        f"step {step}: the loss or the gradient is not finite; the step is skipped" for step in (2, 3)
     ]
 
 
@@ -96,7 +96,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resu
     assert checkpoint.find_checkpoints(tmp_path / "artifacts")[0].step == 3
 
 
-@pytest.mark.parametrize("kind", ["adamw8bit", "adafactor", "prodigy"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor", "lion", "prodigy"])
 def test_an_update_that_is_not_finite_ends_the_run_at_once_and_reaches_no_file(kind, transformer, tmp_path, monkeypatch):
     # The losses and gradients stay finite. Decay makes the adapter 10^4 times as long in a step, once Prodigy's rate has grown.
     altered(monkeypatch, lambda call, losses_B, grads: (mx.ones_like(losses_B), {n: mx.ones_like(g) for n, g in grads.items()}))

@@ -65,7 +65,7 @@ def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(tran
 
     monkeypatch.setattr(TrainingStep, "measure", measure)
     keys, losses = [], []
-    for micro_batch, at_once in ((None, 2), (9, 2), ("auto", 1)):
+    for micro_batch, at_once in ((None, 2), (1, 1), (9, 2), ("auto", 1)):
         counts.clear()
         run = Run(
             tmp_path / str(micro_batch), transformer, replace(BASE, steps=2, validation=ASIDE, micro_batch=micro_batch)
@@ -73,7 +73,7 @@ def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(tran
         assert set(counts) == {at_once} and sum(counts) == 12
         keys.append([(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows])
         losses.append([row["loss"] for row in run.rows if row["split"] == "validation"])
-    assert keys == keys[:1] * 3 and losses == [losses[0], *[pytest.approx(losses[0], rel=1e-5)] * 2]
+    assert keys == keys[:1] * 4 and losses == [losses[0], *[pytest.approx(losses[0], rel=1e-5)] * 3]
 
 
 def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(bounds, transformer, tmp_path, monkeypatch):
