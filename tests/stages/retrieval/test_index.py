@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -102,15 +101,6 @@ def test_words_of_a_docstring_are_found_and_edits_and_deletions_are_taken_up_wit
     assert len(list(artifacts(folder).iterdir())) == 2
 
 
-def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexed):
-    titles = {row["title"]: row["qualified_name"] for row in rows(indexed, "units")}
-    assert titles["Count the words of a list and keep the largest 0."] == "count_words"
-    found = searcher(indexed).search("sort the colours", limit=100)
-    assert all(0 <= answer.match <= 1 for answer in found) and found[0].match > 1 / 3
-    least = found[3].match
-    assert all(answer.match >= least for answer in searcher(indexed).search("sort the colours", limit=100, least=least))
-
-
 def test_a_path_limits_the_answers_and_one_without_files_or_a_query_without_words_is_one_line(indexed):
     found = searcher(indexed).search("count things", "hybrid", paths=["*/deep/*"])
     assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}
@@ -119,13 +109,6 @@ def test_a_path_limits_the_answers_and_one_without_files_or_a_query_without_word
     for query in ("", "  ", "?!"):
         with pytest.raises(ValueError, match="the query must have a word"):
             searcher(indexed).search(query)
-
-
-def test_sql_in_a_query_is_searched_like_other_words_and_changes_nothing(indexed):
-    before = {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()}
-    for mode in ("semantic", "lexical", "hybrid"):
-        assert searcher(indexed).search("'; drop table units; -- sort the colours' or '1' = '1", mode)
-    assert {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()} == before
 
 
 def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run_and_vectors_that_are_gone_are_one_line(folder):
@@ -196,30 +179,6 @@ def test_a_tuned_encoder_is_searched_only_if_it_answers_held_out_queries_better_
         choose({"1a2b"}, "base")
     with pytest.raises(ValueError, match="2 tuned encoders"):
         choose({"1a2b", "3c4d"}, "better")
-
-
-def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed):
-    from click.testing import CliRunner
-
-    from pipeline.commands.retrieval.search import command
-
-    def call(*words: str, text: str | None = None) -> str:
-        done = CliRunner().invoke(command, [*words, "-p", str(indexed)], input=text, catch_exceptions=False)
-        return done.output
-
-    assert "code/" in call("sort the colours") and ":2  def " in call("sort the colours", "--semantic", "-n", "30")
-    (line,) = call("sort the colours", "--json", "--lexical", "-n", "2").splitlines()
-    found = json.loads(line)
-    assert found["results"][0]["qualified_name"] == "sort_colours" and len(found["results"]) == 2
-    lines = call("--stdin", "--json", "-n", "1", text="sort colours\n\ncount words\n").splitlines()
-    assert [len(json.loads(line).get("results", [])) for line in lines] == [1, 0, 1]
-    assert "must have a word" in json.loads(lines[1])["error"]
-    with pytest.raises(ValueError, match="a query may have 100,000 characters, and a line has more"):
-        call("--stdin", text="\0" * 100_001)
-    explained = call("sort the colours", "--explain", "-n", "1", "--semantic")
-    assert " ~ " in explained
-    with pytest.raises(ValueError, match="search needs a query"):
-        call("")
 
 
 def test_a_search_says_how_many_files_are_newer_than_the_index(folder):

@@ -102,15 +102,6 @@ def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tokenised: 
     assert projects.planned(project)["index"].disk == pytest.approx(files, rel=0.2)  # words compress as they like
 
 
-def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path) -> None:
-    (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
-    lines, fits = projects.report(Project(tmp_path), int(60e9), verbose=True)
-    rows = {line.split()[0]: line for line in lines}
-    assert not fits and "plan whole, 64 pairs" in rows["train"] and "at most 256 tokens" in rows["vectors"]
-    assert "source folder" in rows["sources"] and "does not exist" in rows["sources"]
-    assert all(set(rows[name].split()[1:]) == {"-"} for name in ("units", "pairs", "negatives", "index", "ranks"))
-
-
 def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(text: str = "") -> tuple[list[str], bool]:
         (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n' + text)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.commands.retrieval.evaluate import evaluate
 from pipeline.project.project import Project
-from stages.retrieval.pairs import PairsConfig, groups, leaks, mark_duplicates, overlap, reason_against, split_of
+from stages.retrieval.pairs import PairsConfig, leaks, mark_duplicates, reason_against, split_of
 from tests.stages.retrieval.project import FUNCTION, INDEXED, make, rows, run
 
 
@@ -45,21 +45,12 @@ def test_a_pair_is_judged_by_its_code():
     assert reason("Count the words.", "x = 'count  THE words.'") == "verbatim"
 
 
-def test_overlap_counts_content_words_once():
-    assert overlap("Return the number of words", "def number_of(x)") == 0.5
-    assert overlap("the of", "the of") == 0.0
-
-
 def test_splits_have_their_shares_and_a_text_never_changes_its_split():
     names = [f"module{n}" for n in range(4000)]
     found = Counter(split_of(name, 0.1, 0.25) for name in names)
     assert abs(found["test"] / 4000 - 0.25) < 0.03 and abs(found["valid"] / 4000 - 0.1) < 0.02
     tested = {name for name in names if split_of(name, 0.1, 0.25) == "test"}
     assert tested <= {name for name in names if split_of(name, 0.3, 0.3) == "test"}
-
-
-def test_items_are_grouped_by_common_keys_also_through_a_third():
-    assert groups([("a", "x"), ("b", "y"), ("c", "y"), ("a", "z"), ("d", "z"), ("e",)]) == [0, 1, 1, 0, 0, 5]
 
 
 def test_a_leak_is_the_largest_jaccard_similarity_of_trigrams():
@@ -134,16 +125,3 @@ def test_code_without_docstrings_has_no_pairs_and_its_search_is_built_all_the_sa
     ]
     assert len(rows(folder, "index")) == 1 and rows(folder, "ranks") == []
     assert [line.partition(":")[0] for line in evaluate(Project(folder))] == ["nothing to evaluate"]
-
-
-def test_wrong_settings_are_one_line_and_the_user_hears_of_an_empty_split(tmp_path):
-    folder = make(tmp_path / "project", "", verbs=3, things=1)
-    for overrides, message in (
-        ({"pairs.test": 0.95}, r"pairs.test must be < 0.9, so that pairs are left to train on, got 0.95"),
-        ({"pairs.split": "file"}, "pairs.split must be"),
-        ({"pairs.max_query_words": 2}, "pairs.max_query_words must be >= 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(folder, "pairs", overrides=overrides)
-    run(folder, "sources", "units")
-    assert any('pairs.split = "unit"' in line for line in run(folder, "pairs"))

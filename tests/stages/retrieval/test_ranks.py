@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from pipeline import Project
 from pipeline.commands.retrieval.evaluate import evaluate
 from stages.retrieval.search import codes
@@ -36,13 +34,6 @@ def test_semantic_ranks_equal_brute_force(indexed):
         )
 
 
-def test_without_vectors_of_the_nameless_documents_the_hard_mode_is_lexical_only(folder):
-    overrides = {"tokens.hard": False}
-    run(folder, "tokens", "vectors", "ranks", overrides=overrides)
-    found = rows(folder, "ranks", overrides)
-    assert all((row["semantic"] is None) == (row["mode"] == "hard") for row in found)
-
-
 def test_ranks_of_pairs_are_among_units_with_pairs_and_without_held_out_pairs_the_evaluation_says_why_there_are_none(folder):
     overrides = {"ranks.candidates": "pairs"}
     run(folder, "ranks", overrides=overrides)
@@ -52,24 +43,3 @@ def test_ranks_of_pairs_are_among_units_with_pairs_and_without_held_out_pairs_th
     run(folder, "pairs", "tokens", "vectors", "ranks", overrides=none)
     assert rows(folder, "ranks", none) == []
     assert "pairs.test" in " ".join(evaluate(Project(folder, none)))
-
-
-def test_the_report_has_every_search_with_intervals_differences_and_quartiles(indexed):
-    lines = list(evaluate(Project(indexed)))
-    text = "\n".join(lines)
-    assert re.search(r"plain; \d+ test queries among \d+ units", text)
-    for search in ("lexical", "semantic", "hybrid, 0"):
-        assert re.search(rf"^{search}.*[01]\.\d{{3}} \[[01]\.\d{{3}}, [01]\.\d{{3}}\]", text, re.MULTILINE), search
-    assert re.search(r"hybrid - lexical, base: [+-]0\.\d{3} \[", text)
-    assert text.count("queries): semantic") == 8
-    assert "hard: every unit's own name is removed" in text
-
-
-def test_lexical_wins_is_a_view(indexed):
-    found = Project(indexed).sql("select * from lexical_wins").to_pylist()
-    expected = [
-        row
-        for row in rows(indexed, "ranks")
-        if row["split"] == "test" and row["mode"] == "plain" and row["lexical"] == 1 and row["semantic"] > 1
-    ]
-    assert len(found) == len(expected) > 0

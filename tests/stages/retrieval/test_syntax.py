@@ -175,22 +175,3 @@ func (s *Stack[T]) Push(v int) { s.items = v }
     found = {unit.name: unit for unit in syntax_units(GO + source, "go", classes=True) or []}
     assert (found["Stack"].docstring, found["Reader"].docstring) == ("Stack holds numbers.", "Reader reads.")
     assert (found["Stack"].signature, found["Stack"].body.strip()) == ("type Stack struct", "items []int")
-
-
-@pytest.mark.parametrize(
-    ("language", "source", "expected"),
-    [
-        ("c", "int n(int x) { return x; }", "(int x) { return x; }"),
-        ("go", "package m\nfunc f(a int) int { return a }", "(a int) int { return a }"),
-        ("javascript", "function f(a) { return a }", "(a) { return a }"),
-        ("rust", "mod m { fn n(x: u32) -> u32 { x } }", "(x: u32) -> u32 { x }"),
-        ("java", "class A { int a(int t) { return t; } }", "(int t) { return t; }"),
-    ],
-)
-def test_the_code_after_a_short_name_begins_after_the_name(language, source, expected):
-    assert kinds(source, language)
-    assert [unit.rest for unit in syntax_units(source, language, classes=False) or []] == [expected]
-
-
-def test_a_language_without_a_grammar_is_left_to_windows_of_lines():
-    assert syntax_units("select 1", "sql", classes=True) is None

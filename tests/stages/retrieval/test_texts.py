@@ -1,11 +1,9 @@
 """The words, sentences and ids of queries and documents."""
 
-import hashlib
-
 import pytest
 
 from stages.retrieval import ranks
-from stages.retrieval.texts import first_sentence, text_id, without_name, words
+from stages.retrieval.texts import first_sentence, without_name, words
 
 
 @pytest.mark.parametrize(
@@ -37,10 +35,6 @@ def test_identifiers_are_split_into_words_of_lower_case(text, found):
 )
 def test_a_query_is_the_first_sentence_of_the_prose(docstring, sentence):
     assert first_sentence(docstring) == sentence
-
-
-def test_a_text_has_another_id_as_a_query_than_as_a_document():
-    assert text_id("query", "add") == hashlib.sha256(b"query\nadd").hexdigest() != text_id("document", "add")
 
 
 def test_a_name_is_removed_from_text_and_words_as_a_whole_word_only():

@@ -33,23 +33,6 @@ def panel(folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_pairs_that_never_reached_rank_1_are_named_with_their_best_rank_and_a_package_has_the_mean_loss_of_its_draws(trained):
-    package = {row["pair_id"]: row["package"] for row in rows(trained, "pairs", TRAINING)}
-    draws = [row for row in rows(trained, "train", TRAINING) if row["split"] == "train"]
-    ranks, losses = defaultdict(list), defaultdict(list)
-    for row in draws:
-        ranks[row["pair_id"]].append(row["rank"])
-        losses[package[row["pair_id"]]].append(row["loss"])
-    expected = {pair: min(each) for pair, each in ranks.items() if min(each) > 1}
-    assert {row["pair_id"]: row["best_rank"] for row in panel(trained, "never_first")} == expected
-    assert 0 < len(expected) < len(ranks) and len(draws) == 24
-    found = panel(trained, "packages")
-    assert {row["package"]: row["draws"] for row in found} == {name: len(each) for name, each in losses.items()}
-    for row in found:
-        assert row["loss"] == pytest.approx(sum(losses[row["package"]]) / row["draws"], rel=1e-5)
-    assert [row["loss"] for row in found] == sorted((row["loss"] for row in found), reverse=True)
-
-
 def test_the_validation_panel_is_the_mean_reciprocal_rank_by_step(trained):
     ranks = defaultdict(list)
     for row in rows(trained, "train", TRAINING):

@@ -60,15 +60,6 @@ def test_an_index_of_other_documents_is_refused_and_one_of_the_same_gives_equal_
         lexical.LexicalIndex(tmp_path / "nothing", 5)
 
 
-def test_the_sum_of_z_scores_does_not_depend_on_the_scale_of_either_search():
-    draws = np.random.default_rng(0)
-    one, other = draws.normal(size=20), draws.normal(size=20)
-    found = lexical.hybrid(one, other, 0.3)
-    np.testing.assert_allclose(found, lexical.hybrid(5 * one + 3, 0.1 * other - 7, 0.3), atol=1e-5)
-    assert (lexical.hybrid(one, other, 1.0).argsort() == one.argsort()).all()
-    assert np.isfinite(lexical.hybrid(one, np.zeros(20), 0.5)).all()
-
-
 def test_measures_of_known_ranks_in_which_a_tie_counts_against_the_right_answer():
     scores = np.array([0.5, 0.9, 0.5, 0.1])
     assert [measures.rank_of(scores, place) for place in (0, 1, 3)] == [3, 1, 4]

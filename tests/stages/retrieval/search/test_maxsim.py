@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stages.retrieval.search import codes, maxsim
-from stages.retrieval.search.maxsim import matches
 
 
 def matrix_of(documents: list[np.ndarray], places: list[int]) -> maxsim.TokenMatrix:
@@ -57,14 +56,6 @@ def test_of_equal_scores_the_earlier_are_the_best():
         np.testing.assert_array_equal(maxsim.top(scores, count), np.argsort(-scores, kind="stable")[:count])
 
 
-def test_each_query_token_is_matched_with_its_best_document_token():
-    documents, queries = corpus()
-    best, products = matches(queries[1], documents[3])
-    table = queries[1] @ documents[3].astype(np.float32).T
-    assert best.tolist() == table.argmax(axis=1).tolist()
-    np.testing.assert_allclose(products, table.max(axis=1))
-
-
 @pytest.mark.parametrize("limit", [1, 40])
 def test_candidates_are_scored_exactly_and_the_others_below_them_with_the_mean_and_spread_of_all(limit, monkeypatch):
     for name, value in {"CANDIDATES": 50, "WORDED": 5, "SAMPLE": 100}.items():
@@ -86,10 +77,3 @@ def test_candidates_are_scored_exactly_and_the_others_below_them_with_the_mean_a
         assert found.mean() == pytest.approx(exact.mean(), abs=0.05) and found.std() == pytest.approx(exact.std(), rel=0.35)
         few = matrix.scores(query, np.array([2, 9]), words, limit)
         np.testing.assert_allclose(few[[2, 9]], exact[[2, 9]], atol=1e-5)
-
-
-def test_few_documents_are_all_scored_exactly():
-    documents, queries = corpus()
-    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda places: matrix_of(documents, places))
-    for query in queries:
-        np.testing.assert_allclose(matrix.scores(query, np.arange(50), np.zeros(50), 1), brute_force(documents, query), atol=1e-5)

@@ -42,12 +42,6 @@ def test_a_unit_that_is_the_whole_query_comes_first_and_one_that_a_sentence_name
     assert after(ranking.exact_symbol, [1, 2, 0, 3, 0, 5], "push it and parse the rest") == [1, 2, 0, 3, 0, 5]
 
 
-def test_of_units_with_the_name_that_is_the_query_that_of_the_file_with_this_name_comes_first():
-    units = units_of(["code/stack_of.py", "code/other.py"], ["StackOf"] * 2, ["class StackOf:"] * 2)
-    found = ranking.exact_symbol(np.array([0.0, 0.5]), np.arange(2), units, ranking.Asked("StackOf", np.zeros(2)))
-    assert found.tolist() == [2.5, 2]
-
-
 def test_tests_and_what_is_kept_for_old_callers_count_less_unless_the_query_is_about_them():
     assert after(ranking.aside_down, [1, 1, 1, 1, 1, 4]) == [1, 1, 1, 1, 1, 2.6]
     assert after(ranking.aside_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 1, 1, 1, -4]
@@ -94,13 +88,3 @@ def test_texts_and_statements_beside_functions_and_special_methods_count_seven_t
 def test_each_further_answer_of_a_file_counts_less():
     assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 2.7, 1.62, 0.729, 1, 1]
     assert after(ranking.later_down, [1, 2, 3, -4, 1, 1]) == [0.81, 1.8, 3, -4, 1, 1]
-
-
-def test_the_share_of_the_words_of_a_query_that_code_holds_knows_no_endings_and_no_function_words():
-    assert ranking.coverage("where are the retries counted", "count retry retries") == 1.0
-    assert ranking.coverage("purple elephants of the moon", "count retry retries") == 0.0
-
-
-def test_function_words_are_not_searched_unless_there_are_no_others():
-    assert ranking.telling("where are the retryCounts") == "retry counts"
-    assert ranking.telling("where is it") == "where is it"
