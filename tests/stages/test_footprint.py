@@ -1,7 +1,6 @@
 """Memory as the machine counts it, on drivers and systems that are imitated."""
 
 import ctypes
-import struct
 import subprocess
 import sys
 
@@ -58,17 +57,3 @@ def test_without_a_driver_the_peak_is_that_of_resident_memory_without_that_of_th
     peaks = list(map(int, subprocess.check_output([sys.executable, "-c", code]).split()))
     assert 290e6 < peaks[1] - peaks[0] < 310e6
     assert peaks[0] < large.nbytes
-
-
-def test_on_macos_the_peak_is_the_largest_physical_footprint(monkeypatch):
-    class Library:
-        def proc_pid_rusage(self, process, flavor, buffer):
-            assert flavor == 4
-            numbers = [0] * 35
-            numbers[7], numbers[28] = 111, 222  # ri_phys_footprint, ri_lifetime_max_phys_footprint
-            ctypes.memmove(buffer, struct.pack("16x35Q", *numbers), 296)
-            return 0
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert footprint.peak() == 222

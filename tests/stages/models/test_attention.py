@@ -89,12 +89,6 @@ def test_chunked_attention_in_bfloat16_stays_bfloat16_and_near_the_truth():
         assert relative_error(found.astype(mx.float32), wanted) < 0.02
 
 
-def test_a_mask_hides_keys():
-    q, k, v = (random_array(1, 2, 6, 8) + i for i in range(3))
-    mask = mx.arange(6) < 4
-    assert relative_error(attention(q, k, v, 0.3, mask), attention(q, k[:, :, :4], v[:, :, :4], 0.3)) < 1e-6
-
-
 def test_the_gradient_of_attention_is_contiguous_whatever_follows(monkeypatch):
     """MLX's cuDNN graph of the gradient is kept without regard to that layout."""
     monkeypatch.setattr(module, "fused_gradient", lambda q: True)

@@ -2,8 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
-from safetensors.numpy import load_file, save_file
 
 from stages.models.efficientnet import FEATURES, GROUPS, MEAN, SIDE, SPREAD, EfficientNet
 from stages.text_to_image.scores import IMAGE_WEIGHTS
@@ -45,17 +43,3 @@ def test_the_features_are_those_of_pytorch_on_the_stored_weights():
     expected = features_by_torch(network.weights, (pixels - MEAN) / SPREAD)
     assert found.shape == (1, FEATURES)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-
-
-def test_another_networks_file_and_one_that_was_cut_short_are_refused(tmp_path):
-    arrays = load_file(IMAGE_WEIGHTS)
-    head = arrays.pop("_conv_head.weight")
-    for changed in (arrays, arrays | {"_conv_head.weight": np.ascontiguousarray(head[:-1])}):
-        save_file(changed, tmp_path / "a.safetensors")
-        with pytest.raises(ValueError, match="_conv_head"):
-            EfficientNet.load(tmp_path / "a.safetensors")
-    data = IMAGE_WEIGHTS.read_bytes()
-    for share in (0.0, 0.001, 0.5, 0.999):
-        (tmp_path / "a.safetensors").write_bytes(data[: int(share * len(data))])
-        with pytest.raises(ValueError, match=r"a\.safetensors cannot be read"):
-            EfficientNet.load(tmp_path / "a.safetensors")

@@ -44,13 +44,3 @@ def test_the_gated_product_has_the_gradients_of_its_formula():
     (y,), grads = mx.vjp(silu_times, parts, [dy])
     for found, wanted in zip((y, *grads), (true, *true_grads), strict=True):
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=2e-5, atol=2e-6)
-
-
-def test_powers_are_for_float32_on_a_linux_cpu_alone(monkeypatch):
-    monkeypatch.undo()
-    x = mx.zeros((2,))
-    assert not attention.slow_exp(x.astype(mx.bfloat16))
-    monkeypatch.setattr(attention.sys, "platform", "darwin")
-    assert not attention.slow_exp(x)
-    monkeypatch.setattr(attention.sys, "platform", "linux")
-    assert attention.slow_exp(x) == (mx.default_device() == mx.cpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,6 @@ def entry(start, end, shape, dtype="F32"):
 def file_of(header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-def test_every_tensor_is_loaded_with_its_values_in_the_dtype_asked_for(tmp_path):
-    save_file(arrays(), tmp_path / "model.safetensors")
-    read = weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
-    assert set(read) == set(SHAPES)
-    assert {v.dtype for v in read.values()} == {mx.bfloat16}
-    assert np.array_equal(np.array(read["a.weight"].astype(mx.float32)), arrays()["a.weight"])
 
 
 @pytest.mark.parametrize(
@@ -138,12 +129,6 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
-def test_a_named_pipe_as_weights_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a regular file"):
-        weights.read_tensors(tmp_path)
-
-
 @pytest.mark.parametrize(("wrong", "place"), [(np.nan, 0), (np.inf, 4), (-np.inf, -1)])
 def test_weights_that_are_not_finite_or_that_a_cast_makes_so_are_refused_with_the_tensors_name(
     tmp_path, monkeypatch, wrong, place
@@ -158,16 +143,6 @@ def test_weights_that_are_not_finite_or_that_a_cast_makes_so_are_refused_with_th
     assert weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
     with pytest.raises(ValueError, match=r"b\.weight has values that are infinite"):
         weights.load_component(tmp_path, SHAPES, dtype=mx.float16)
-
-
-def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_after():
-    noted = []
-    tensors = {name: mx.broadcast_to(mx.array(0, mx.uint8), (200_000_000,)) for name in "abc"}
-    with weights.reading("the transformer", noted.append):
-        weights.evaluate_each(tensors, None, lambda name, value: value[:1])
-    assert noted == [f"reading the transformer: {read} of 0.6 GB" for read in (0.2, 0.4, 0.6)] + [""]
-    weights.evaluate_each({"a": mx.broadcast_to(mx.array(0, mx.uint8), (600_000_000,))}, None, lambda name, value: value[:1])
-    assert len(noted) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])

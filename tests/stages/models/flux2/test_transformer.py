@@ -107,13 +107,3 @@ def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16_and_do_not_round_sig
     assert mx.abs(exact - rounded).max() < 0.05 * mx.abs(exact).max()
     near = model._embed("timestep", mx.array([0.9373, 0.9363]))  # in bfloat16 both would be 936
     assert mx.abs(near[0] - near[1]).max() > 0
-
-
-def test_a_guidance_embedding_without_guidance_is_refused(reference: Any) -> None:
-    model, inputs = ours(reference), given()
-    at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS))
-    if model.config.guidance_embeds:
-        with pytest.raises(ValueError, match="needs a guidance value"):
-            model.enter(*at)
-    else:
-        model.enter(*at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +76,3 @@ def test_hidden_states_are_those_of_transformers_and_need_no_layer_above(
     assert mine.shape == (len(REAL), T, len(layers) * 48)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(mine, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_missing_tensor_and_an_unknown_one_are_refused(reference: tuple[Any, Path], tmp_path: Path) -> None:
-    config = Qwen3Config.from_dict(read_config(reference[1]))
-    arrays = {f"model.{name}": mx.zeros(shape) for name, shape in config.shapes(1).items()}
-    unknown = {**arrays, "model.layers.0.self_attn.q_proj.bias": mx.zeros(96)}
-    lacking = {k: v for k, v in arrays.items() if "up_proj" not in k}
-    for number, (found, name) in enumerate(((unknown, "q_proj.bias"), (lacking, "up_proj"))):
-        file = tmp_path / f"{number}.safetensors"
-        mx.save_safetensors(str(file), found)
-        with pytest.raises(ValueError, match=name):
-            weights.load_component(file, config.shapes(1), rename=config.weight_name, ignore=unneeded_beyond(1, ALL))
-
-
-def test_both_spellings_of_rope_theta_are_read_and_a_hidden_state_beyond_the_layers_is_refused() -> None:
-    sizes = dict.fromkeys((each.name for each in fields(Qwen3Config) if each.name != "rope_theta"), 1) | {"head_dim": 2}
-    assert Qwen3Config.from_dict({**sizes, "rope_theta": 7.0}).rope_theta == 7.0
-    assert Qwen3Config.from_dict({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}}).rope_theta == 8.0
-    with pytest.raises(ValueError, match=r"hidden state must be <= 1, .*, got 9"):
-        Qwen3Config.from_dict({**sizes, "rope_theta": 7.0}).shapes(9)

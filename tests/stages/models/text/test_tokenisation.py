@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,6 @@ TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "it's <|im
 def folder(tiny_weights: Path, tmp_path: Path) -> Path:
     """A copy of a tokenizer, to be changed."""
     return Path(shutil.copytree(tiny_weights / "tokenizer", tmp_path / "tokenizer"))
-
-
-def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(folder: Path) -> None:
-    for name in ("chat_template.jinja", "tokenizer.json"):
-        (folder / name).unlink()
-        with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
-            PromptTokenizer(folder, TINY)
 
 
 PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
@@ -108,15 +99,6 @@ def test_no_code_in_the_folder_of_a_tokenizer_runs(folder: Path, tmp_path: Path)
     with contextlib.suppress(ValueError):  # refused, or read without that code
         PromptTokenizer(folder, TINY)
     assert not ran.exists()
-
-
-def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        kept = (folder / name).rename(folder / "kept")
-        os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=f"{re.escape(name)} is not a regular file"):
-            PromptTokenizer(folder, TINY)
-        kept.replace(folder / name)
 
 
 # As the templates of Qwen3 and Mistral Small have it: branches for tools and documents, a namespace, marks of white space.

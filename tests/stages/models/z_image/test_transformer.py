@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from stages.models.z_image.transformer import ZImage, ZImageConfig
-from stages.text_to_image.families import family
 from tests.checkpoints import random_model
 
 SIZES = {
@@ -107,10 +106,3 @@ def test_the_velocity_is_that_of_diffusers_and_that_of_each_sample_alone(case: s
     for n, text in enumerate(texts):
         alone = model(mx.array(folded(x_BCHW[n : n + 1])), size, mx.array(text[None]), mx.array(sigmas[n : n + 1]))
         check(alone[0], folded(expected)[n])
-
-
-def test_reference_images_are_refused_in_one_line() -> None:
-    architecture = family("z-image").architecture
-    x_BLC, latent = mx.zeros((1, 4, 64)), mx.zeros((1, 64, 2, 2))
-    with pytest.raises(ValueError, match="Z-Image reads no reference images"):
-        architecture.inputs(x_BLC, (2, 2), mx.zeros((1, 3, 24)), mx.zeros(1), None, [latent])
