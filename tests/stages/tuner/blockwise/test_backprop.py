@@ -19,6 +19,7 @@ from stages import blas
 from stages.models.family import Block
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
+from stages.own_gradient import OwnGradient
 from stages.tuner import diffusion
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
@@ -328,6 +329,26 @@ def test_several_texts_of_queries_and_documents_are_divided_alike(use_cores):
     found = BlockwiseForward(model)(ids=ids, real=real)
     assert [part.shape for part in found] == [(2, 4, 8), (6, 7, 8)]
     assert all(mx.allclose(part, other, atol=1e-5) for part, other in zip(found, alone, strict=True))
+
+
+def test_a_gradient_of_its_own_is_computed_on_the_stream_of_the_operation():
+    stream, streams = mx.new_stream(mx.cpu), []
+
+    @OwnGradient
+    def double(x):
+        return 2 * x
+
+    @double.vjp
+    def _(x, dy, y):
+        streams.append(mx.default_stream(mx.cpu))
+        return 2 * dy
+
+    def run(x):
+        with mx.stream(stream):
+            return double(x).sum()
+
+    assert mx.grad(run)(mx.ones(3)).tolist() == [2, 2, 2]
+    assert streams == [stream]
 
 
 def test_the_parts_of_a_batch_share_the_cores_and_one_sample_one_core_and_a_gpu_divide_nothing(use_cores, monkeypatch):

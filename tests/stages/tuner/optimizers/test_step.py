@@ -15,7 +15,7 @@ from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers import METHODS, make_optimizer
 from stages.tuner.optimizers import step as step_module
 from stages.tuner.optimizers.adamw import AdamW
-from stages.tuner.optimizers.step import EMA_COUNT, Averaged, OptimizerStep, Stacks, averages, clip_factor, global_norm
+from stages.tuner.optimizers.step import EMA_COUNT, Averaged, OptimizerStep, Stacks, averages, clip_factor, global_norm, is_finite
 
 SHAPES = {f"blocks.{n}.{part}": shape for n in range(4) for part, shape in (("A", (4, 96)), ("B", (80, 4)), ("m", (6,)))}
 TRUE = mx.array(True)
@@ -69,6 +69,14 @@ def test_a_step_with_losses_or_gradients_not_finite_changes_nothing_even_as_the_
         assert not done.item()
         assert same(after.unstack(), params.unstack())
         assert same(moments, state)
+
+
+def test_is_finite_checks_the_norm_of_the_arrays_and_the_scalars_of_the_state():
+    state = OptimizerStep(make_optimizer("prodigy"), 1.0).method.init(Stacks.of(draw(0)).arrays)
+    assert is_finite(draw(0), state).item()
+    assert not is_finite(draw(0), state | {"d": mx.array(float("inf"))}).item()
+    for value in (float("nan"), float("inf"), -1e30):  # the last's square is infinite
+        assert not is_finite(draw(0) | {"blocks.1.m": mx.full((6,), value)}, state).item()
 
 
 @every
