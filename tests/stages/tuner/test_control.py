@@ -69,7 +69,7 @@ def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(who
 
     run.go(after=controlled(run, 1, "pause"), sleep=sleep)
     assert (run.reasons, waits) == ([], [[2]] * 3)
-    assert [line for line in run.lines if line.startswith("paused; remove ")]
+    assert [line for line in run.said if line.startswith("paused; remove ")]
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
@@ -106,5 +106,5 @@ def test_a_kill_that_loses_rows_of_a_deleted_timed_checkpoint_loses_no_step(whol
     run.go(kill_at=6, lose=3 * 8, clock=A_MINUTE_A_READING)
     assert steps(run) == [6] and max(row["step"] for row in run.rows) == 3
     run.go()
-    assert "; steps 7 to 7: " in run.lines[-2]
+    assert "; steps 7 to 7: " in run.said[-2]
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)

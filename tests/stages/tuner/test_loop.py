@@ -185,7 +185,7 @@ def test_a_step_without_memory_is_repeated_and_then_goes_on_with_a_smaller_plan(
     assert len(cleared) == times
     assert (run.rows, run.adapter) == (expected.rows, expected.adapter)
     assert checkpoint.find_checkpoints(run.folder)[0].state["plan"] == plan
-    said = [line for line in run.lines if "not enough memory" in line]
+    said = [line for line in run.said if "not enough memory" in line]
     ways = ["once more, with MLX's cache freed", "with plan 2 in place of whole", "with plan blocks in place of 2"]
     assert len(said) == times and all(way in line for way, line in zip(ways, said, strict=False))
 

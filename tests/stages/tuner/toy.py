@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +53,6 @@ SCHEMA = pa.schema(
     ]
 )
 A_MINUTE_A_READING = functools.partial(next, itertools.count(0.0, 60.0))  # a clock; a step takes a few readings
-COMPARED = ("step", "split", "sample", "pair", "loss", "lr", "grad_norm", "remark")  # columns in which equal runs agree
 
 
 @dataclass(frozen=True)
@@ -206,23 +205,18 @@ class ToyTask:
 
 
 @dataclass
-class ToyRun:
-    """Runs of the toy task in a folder, with the rows that a runner would have stored."""
+class StoredRun:
+    """A run of training in a folder, with the rows that a runner would have stored."""
 
     folder: Path
-    config: TrainingConfig = CONFIG
-    stored: dict[Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    lines: list[str] = dataclasses.field(default_factory=list)
-    reasons: list[str] = dataclasses.field(default_factory=list)
+    stored: dict[Key, dict[str, Any]] = dataclasses.field(default_factory=dict, kw_only=True)
+    said: list[str] = dataclasses.field(default_factory=list, kw_only=True)
+    compared: ClassVar[Sequence[str]]  # columns in which equal runs agree
+    artifacts: ClassVar[str] = "artifacts"  # in the folder
 
-    def context(self, task: ToyTask, stop: Callable[[], bool] = lambda: False) -> Run[Any]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        table = pa.Table.from_pylist([self.stored[key] for key in sorted(self.stored)], schema=SCHEMA)
-        wanted = wanted_rows(task, loop.last_step(task, table))
-        pending = wanted.filter(pa.array([row_key(row) not in self.stored for row in wanted.to_pylist()], pa.bool_()))
-        output = Output(self.folder, table, pending, writer_into(self.folder), {"recipe": "toy"})
-        inputs: Any = None
-        return Run(self.config, inputs, output, {}, Report(self.lines.append, stop=stop, pause=self.reasons.append))
+    def begin(self, stop: Callable[[], bool], **clocks: Any) -> Any:
+        """The generator of the run's rows."""
+        raise NotImplementedError
 
     def go(
         self,
@@ -232,15 +226,13 @@ class ToyRun:
         lose: int = 0,
         after: Callable[[int], None] = lambda step: None,
         **clocks: Any,
-    ) -> ToyRun:
+    ) -> Self:
         """Run to the end, to an interrupt, or to a kill that loses the last rows that were yielded.
 
         `after(step)` is called once the rows of a step have arrived; `clocks` are the Control's clock and sleep.
         """
-        task = ToyTask(self.config, self.lines.append)
         yielded: list[dict[str, Any]] = []
-        run = self.context(task, lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1)
-        running = loop.train(run, task, Control(run, self.config, **clocks))
+        running = self.begin(lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1, **clocks)
         for batch in running:
             yielded += batch.to_pylist()
             after(yielded[-1]["step"])
@@ -252,8 +244,32 @@ class ToyRun:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in COMPARED} for _, row in sorted(self.stored.items())]
+        return [{name: row[name] for name in self.compared} for _, row in sorted(self.stored.items())]
 
     @property
     def adapter(self) -> bytes:
-        return (self.folder / "adapter.safetensors").read_bytes()
+        return (self.folder / self.artifacts / "adapter.safetensors").read_bytes()
+
+
+@dataclass
+class ToyRun(StoredRun):
+    """A run of the toy task, whose folder is that of its artifacts."""
+
+    config: TrainingConfig = CONFIG
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    compared = ("step", "split", "sample", "pair", "loss", "lr", "grad_norm", "remark")
+    artifacts = ""
+
+    def context(self, task: ToyTask, stop: Callable[[], bool] = lambda: False) -> Run[Any]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist([self.stored[key] for key in sorted(self.stored)], schema=SCHEMA)
+        wanted = wanted_rows(task, loop.last_step(task, table))
+        pending = wanted.filter(pa.array([row_key(row) not in self.stored for row in wanted.to_pylist()], pa.bool_()))
+        output = Output(self.folder, table, pending, writer_into(self.folder), {"recipe": "toy"})
+        inputs: Any = None
+        return Run(self.config, inputs, output, {}, Report(self.said.append, stop=stop, pause=self.reasons.append))
+
+    def begin(self, stop: Callable[[], bool], **clocks: Any) -> Any:
+        task = ToyTask(self.config, self.said.append)
+        run = self.context(task, stop)
+        return loop.train(run, task, Control(run, self.config, **clocks))

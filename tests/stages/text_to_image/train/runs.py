@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
-from stages.tuner.loop import Key, Loader, load_training, row_key
+from stages.tuner.loop import Loader, load_training
 from stages.tuner.step import TrainingStep
 from tests import harness
 from tests.harness import rows_of
+from tests.stages.tuner.toy import StoredRun
 
 TINY = family("tiny")
 SIZES = {
@@ -129,16 +131,17 @@ EVERYTHING = dataclasses.replace(
 
 
 @dataclasses.dataclass
-class Run:
-    """A run of the stage in a folder of its own, with the rows that a runner would have stored."""
+class Run(StoredRun):
+    """A run of the stage."""
 
-    folder: Path
     transformer: Path
     config: TrainConfig = BASE
     tables: dict[str, pa.Table] = dataclasses.field(default_factory=tables)
-    stored: dict[Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    said: list[str] = dataclasses.field(default_factory=list)
     loaded: int = 0
+    compared = harness.compared(STAGE.writes)
+
+    def begin(self, stop: Callable[[], bool], **clocks: Any) -> Any:
+        return STAGE.run(self.context(stop))
 
     def context(self, stop: Any = lambda: False) -> Any:
         table = pa.Table.from_batches([STAGE.writes.record_batch(list(self.stored.values()))])
@@ -162,24 +165,3 @@ class Run:
     def micro_batches(self, step: int = 1) -> list[MicroBatch]:
         ((_, batches, _),) = Loader(self.task(), range(step, step + 1))
         return batches
-
-    def go(self, *, stop_at: int | None = None, kill_at: int | None = None, lose: int = 0) -> Run:
-        """Run to the end, to a stop, or to a kill that loses the last rows that were yielded."""
-        yielded: list[dict[str, Any]] = []
-        running = STAGE.run(self.context(lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1))
-        for batch in running:
-            yielded += batch.to_pylist()
-            if kill_at is not None and yielded[-1]["step"] >= kill_at:
-                running.close()
-                break
-        for row in yielded[: len(yielded) - lose]:
-            self.stored[row_key(row)] = row
-        return self
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in harness.compared(STAGE.writes)} for _, row in sorted(self.stored.items())]
-
-    @property
-    def adapter(self) -> bytes:
-        return (self.folder / "artifacts" / "adapter.safetensors").read_bytes()
