@@ -51,10 +51,10 @@ def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transfo
     before = [path.read_bytes() for path in files]
     run.loaded = 0
     for damage in (Path.unlink, lambda path: cut(path, 100)):
-        for path in files:
+        for path in files:  # each alone must be missed
             damage(path)
-        run.go()
-        assert [path.read_bytes() for path in files] == before
+            run.go()
+            assert [path.read_bytes() for path in files] == before
     assert run.loaded == 0
 
 
