@@ -96,7 +96,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     ),
     "an image replaced under its name": (
         lambda project: projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100)),
-        {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "train": STEPS},
+        {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, **TRAINED, "scores": 3},
     ),
     "a renamed image": (rename, {"images": 1, "captions": 1}),
     "a removed image": (remove, {"train": STEPS}),
