@@ -145,15 +145,16 @@ def test_after_the_machine_was_off_the_interrupted_job_goes_on_first_and_only_if
     assert [job.starts for job in queue.jobs()] == [2, 1]
 
 
-def test_the_queues_of_two_projects_use_the_device_in_turns_and_a_killed_job_is_failed(queue, tmp_path):
+def test_the_queues_of_two_projects_use_the_device_in_turns_and_after_a_killed_job_the_next_one_begins(queue, tmp_path):
     held(queue, "a")
+    queue.add(["mark", "c"])
     other = Queue(make(tmp_path / "other"))
     job = other.add(["mark", "b"])
     wait(other.works, "its worker waits")
     assert states(other)[job.number] == "waiting" and not marks(other)
     os.kill(running(queue).pid, signal.SIGKILL)
     wait(lambda: is_idle(queue) and is_idle(other), "both end")
-    assert [(each.state, each.said) for each in queue.jobs()] == [("failed", "killed by signal 9")]
+    assert [(each.state, each.said) for each in queue.jobs()] == [("failed", "killed by signal 9"), ("finished", "c is marked")]
     assert marks(other) == ["b begins", "b ends"]
 
 
