@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from stages.tuner.order import Order, Rates, share_batches
+from stages.tuner.order import Order, Rates
 
 SHAPES = [(64, 64), (64, 96), (96, 64), (32, 32)]
 shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=40)
@@ -58,13 +58,6 @@ def test_a_batch_has_several_shapes_only_if_one_has_too_few_rows_and_no_row_twic
             seen[shape] = max(seen[shape], count)
     assert bool(order.sharing) == any(count < size for count in many.values()) * (len(many) > 1)
     assert all(seen[shape] <= order.most(shape) <= size for shape in seen)
-
-
-def test_shapes_with_too_few_rows_share_batches_and_take_the_smallest_other_shape_if_they_must():
-    rows = ["a"] * 6 + ["b"] * 4 + ["c"] * 2 + ["d"]
-    assert share_batches(rows, 3) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]]
-    assert share_batches(rows, 4) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
-    assert share_batches(rows, 20) == [list(range(13))]
 
 
 @settings(max_examples=40, deadline=None)

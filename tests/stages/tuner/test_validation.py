@@ -36,12 +36,6 @@ def test_more_measurements_never_change_an_early_stop_that_was_decided(losses, p
         assert seen == (whole if whole is not None and whole <= 10 * (count - 1) else None)
 
 
-def test_the_best_step_is_the_earliest_with_the_lowest_mean_and_never_the_start():
-    assert validation.best_step(measured([0.1, 0.9, 0.5, 0.5])) == 20
-    assert validation.best_step(measured([0.1])) is None
-    assert validation.best_step(measured([0.1, math.inf])) is None
-
-
 def test_patience_and_the_steps_of_a_run_decide_its_last_step_and_no_later_one_is_the_best():
     curve = {0: 1.0, 10: 0.5, 20: 0.6, 30: 0.55, 40: 0.4}
     rows = [{"step": step, "split": "validation", "loss": loss} for step, loss in curve.items()]

@@ -83,17 +83,28 @@ def tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
     texts = [("caption", f"image{n}", f"text{n}", 0) for n in range(len(shapes))]
     texts += [("caption", f"image{n}", f"other{n}", 1) for n in range(0, len(shapes), 3)]
     texts += [("empty", "", "nothing", 0), ("preview", "", "preview", 0)]
-    grids = [(128, place["height"] // 16, place["width"] // 16) for place in places]
+    grids = [[128, h // 16, w // 16] for w, h in shapes]
+    encoded = [{"shape": grid, "tensor": words(tuple(grid), n)} for n, grid in enumerate(grids)]
+    return tables_of(places, 64, encoded, texts, embedded(100, *(caption_id for _, _, caption_id, _ in texts)))
+
+
+def tables_of(
+    places: list[dict[str, Any]],
+    resolution: int,
+    latents: list[dict[str, Any]],
+    texts: list[tuple[str, str, str, int]],
+    embeddings: list[dict[str, Any]],
+) -> dict[str, pa.Table]:
+    """Tables of images with one crop each. `texts`: role, image_id, caption_id and position."""
     encoded = [
-        {"latent_id": f"latent{n}", **place, "shape": list(grid), "tensor": words(grid, n)}
-        for n, (place, grid) in enumerate(zip(places, grids, strict=True))
+        place | latent | {"latent_id": f"latent{n}"} for n, (place, latent) in enumerate(zip(places, latents, strict=True))
     ]
     return {
         "images": rows_of(IMAGES, *({"path": p["image_id"], "image_id": p["image_id"]} for p in places)),
-        "buckets": rows_of(BUCKETS, *(place | {"resolution": 64} for place in places)),
+        "buckets": rows_of(BUCKETS, *(place | {"resolution": resolution} for place in places)),
         "latents": rows_of(LATENTS, *encoded),
         "captions": rows_of(CAPTIONS, *({"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts)),
-        "embeddings": rows_of(EMBEDDINGS, *embedded(100, *(caption_id for _, _, caption_id, _ in texts))),
+        "embeddings": rows_of(EMBEDDINGS, *embeddings),
     }
 
 

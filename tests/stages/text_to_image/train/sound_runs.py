@@ -32,7 +32,6 @@ from PIL import Image
 from data.research.experiments.in_memory import MemoryTables
 from data.research.experiments.processes import run_all
 from pipeline.project.project import Project
-from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.models.family import Family
 from stages.models.flux2.load import load_flux2
 from stages.models.text.encoder import TextEncoder
@@ -43,8 +42,8 @@ from stages.text_to_image.train import task
 from stages.text_to_image.train.config import NoiseConfig, TrainConfig
 from stages.text_to_image.train.sound_start import uninformed_mse
 from stages.tuner.config import OptimizerConfig
-from tests.harness import rows_of
 from tests.projects import ROOT
+from tests.stages.text_to_image.train.runs import tables_of
 
 LOG = logging.getLogger("sound_runs")
 MICRO, WEIGHTS = family("micro"), ROOT / "data" / "assets" / "micro"
@@ -112,27 +111,14 @@ def tables(plant: str = "") -> Tables:
     with PLANTS[plant]() as record:
         encoder = TextEncoder(WEIGHTS / "text_encoder", WEIGHTS / "tokenizer", record, "float32")
         encoded = list(encoder.encode([*texts, ""]))
-    crops = [{"image_id": f"i{n}", "width": SIDE, "height": SIDE, "crop_w": 1.0, "crop_h": 1.0} for n in range(len(pixels))]
-    named = [("caption", f"i{n}", f"c{n}") for n in range(len(texts))] + [("empty", "", "empty")]
-    return {
-        "images": rows_of(IMAGES, *({"path": c["image_id"], "image_id": c["image_id"]} for c in crops)),
-        "buckets": rows_of(BUCKETS, *(c | {"resolution": SIDE} for c in crops)),
-        "latents": rows_of(
-            LATENTS,
-            *(
-                c | {"latent_id": f"l{n}", "shape": list(w.shape), "tensor": w.ravel().tolist()}
-                for n, (c, w) in enumerate(zip(crops, words, strict=True))
-            ),
-        ),
-        "captions": rows_of(CAPTIONS, *({"role": r, "image_id": i, "caption_id": c} for r, i, c in named)),
-        "embeddings": rows_of(
-            EMBEDDINGS,
-            *(
-                {"caption_id": c, "tokens": e.tokens, "shape": list(e.words.shape), "tensor": e.words.ravel().tolist()}
-                for (_, _, c), e in zip(named, encoded, strict=True)
-            ),
-        ),
-    }
+    places = [{"image_id": f"i{n}", "width": SIDE, "height": SIDE, "crop_w": 1.0, "crop_h": 1.0} for n in range(len(pixels))]
+    named = [("caption", f"i{n}", f"c{n}", 0) for n in range(len(texts))] + [("empty", "", "empty", 0)]
+    latents = [{"shape": list(w.shape), "tensor": w.ravel().tolist()} for w in words]
+    embeddings = [
+        {"caption_id": caption_id, "tokens": e.tokens, "shape": list(e.words.shape), "tensor": e.words.ravel().tolist()}
+        for (_, _, caption_id, _), e in zip(named, encoded, strict=True)
+    ]
+    return tables_of(places, SIDE, latents, named, embeddings)
 
 
 def write_guided(folder: Path) -> Path:

@@ -77,14 +77,6 @@ def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_t
     assert chosen(run).plan == "blocks"
 
 
-def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, tmp_path):
-    run = Run(tmp_path, deep, replace(BASE, rank=2, batch_size=2, base_bits=4), tables(((64, 64),) * 4))
-    run.config = replace(BASE, rank=2, batch_size=2, memory_gb=needs(run, "blocks") * 1.0001)
-    assert needs(replace(run, config=replace(run.config, micro_batch=1)), "blocks", 1) > run.config.memory_gb
-    settings, _ = refused(run)
-    assert settings == {"train": {"base_bits": 4}}
-
-
 @pytest.mark.parametrize("aside", [None, ValidationConfig(paths=("image3",))], ids=["trained", "held out"])
 def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_is_accepted(aside, deep, tmp_path):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1, validation=aside), tables(((64, 64),) * 3 + ((640, 480),)))

@@ -84,9 +84,7 @@ def test_at_strength_minus_1_the_adapter_gets_the_opposite_gradient(transformer,
     largest = max(float(mx.abs(value).max()) for value in found[0].values())
     for key, value in found[0].items():  # B is zero, so the prediction is the same at both
         np.testing.assert_allclose(np.array(value), -np.array(found[1][key]), atol=1e-6 * largest)
-    run.go()
-    header = mx.load(str(tmp_path / "artifacts/adapter.safetensors"), return_metadata=True)[1]
-    assert header["slider"] == "{caption}, old | {caption}, young"
+    assert run.task().metadata["slider"] == "{caption}, old | {caption}, young"
 
 
 def test_a_run_depends_on_the_drawings_and_the_prompts_of_its_slider(transformer, tmp_path):

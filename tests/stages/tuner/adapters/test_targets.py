@@ -76,9 +76,6 @@ def test_a_scale_is_alpha_over_the_rank_or_with_rslora_its_root_and_1_without_an
     [
         ({"ranks": {"to_k": 4}}, "rank_for: 'to_k' matches no target; nearest: to_q"),
         ({"alphas": {"to_out": 4.0}}, "alpha_for: 'to_out' matches no target"),
-        ({"ranks": {"to_q": -1}}, "rank_for: the value of 'to_q' must be >= 0 \\(0 leaves the Linears out\\), got -1"),
-        ({"alphas": {"to_q": 0.0}}, "alpha_for: the value of 'to_q' must be > 0, got 0.0"),
-        ({"ranks": {"*": 0}}, "rank_for must leave at least one target"),
         (
             {"ranks": {"to_q": 17}},
             r"rank must be <= 16 for transformer_blocks\.0\.attn\.to_q \(16 x 16\), got 17: a larger one adds",

@@ -374,16 +374,3 @@ def test_the_blas_library_uses_the_number_of_threads_that_is_set():
             assert threads() == count
     finally:
         blas.set_threads(before)
-
-
-def test_a_graph_is_computed_in_turn_on_several_cores_only(use_cores, monkeypatch):
-    monkeypatch.delenv(device.WIDTH_VARIABLE, raising=False)
-    use_cores(1)
-    device.configure_scheduler()
-    assert device.WIDTH_VARIABLE not in os.environ
-    use_cores(2)
-    device.configure_scheduler()
-    assert os.environ[device.WIDTH_VARIABLE] == device.WIDTH
-    monkeypatch.setenv(device.WIDTH_VARIABLE, "30")
-    device.configure_scheduler()
-    assert os.environ[device.WIDTH_VARIABLE] == "30"
