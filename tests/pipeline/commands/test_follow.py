@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.commands.follow import follow
@@ -66,25 +64,3 @@ def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: FakeP
         assert follow_text(project, what).startswith("images    sub/b.png\n"), what
     text = follow_text(project, "copy-of-a.jpg")
     assert "not used: duplicate: of a.jpg" in text and "the same bytes are also in a.jpg" in text
-
-
-def test_a_text_that_matches_several_images_or_none_is_one_line_with_similar_names(project: FakeProject) -> None:
-    cases = {
-        ".png": r"matches 4 rows of images: late.png, mute.png, sub/b.png, thin.png; give a longer text",
-        "brokn.jpeg": r"is not a path, the start of .*, or part of a path or caption of this project; the nearest: broken.jpg",
-        "zzzzzz": r"part of a path or caption of this project$",
-    }
-    for what, message in cases.items():
-        with pytest.raises(ValueError, match=message) as error:
-            follow_text(project, what)
-        assert "\n" not in str(error.value)
-
-
-def test_tables_that_are_not_built_are_named_with_their_command(tmp_path: Path) -> None:
-    early = tables.make(tmp_path / "early", ("images", "captions"))
-    text = follow_text(early, "a.jpg")
-    assert '"a red cat" (sidecar): not embedded yet' in text
-    for stage_name in ("buckets", "latents", "train", "samples"):
-        assert f"{stage_name:10}not built yet; run: make {stage_name}" in text
-    with pytest.raises(ValueError, match="the table images is empty; run: make images"):
-        follow_text(FakeProject(tmp_path / "nothing"), "a.jpg")

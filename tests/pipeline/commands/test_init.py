@@ -8,10 +8,8 @@ from click.testing import CliRunner
 from pipeline.cli import cli
 from pipeline.commands.init import new_project
 from pipeline.project.project import Project
-from pipeline.project.weights import cache_folder
 from stages.text_to_image.captions.stage import caption_doubts
 from stages.text_to_image.families import FAMILIES, family
-from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import references_by_prompt
 from stages.text_to_image.template import PRESETS, SLIDER
 from tests.projects import build, draw, edit, report
@@ -75,39 +73,6 @@ def test_a_distilled_family_is_refused_by_init_plan_and_the_first_stage_with_the
     with pytest.raises(ValueError, match=why):
         build(tmp_path, "images")
     assert not (tmp_path / "tables").exists()
-
-
-def test_a_new_project_draws_with_the_distilled_twin_if_its_weights_are_on_this_machine(tmp_path, images, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-
-    def made(name: str, weights: str) -> SamplesConfig:
-        new_project(tmp_path / name, {"images": str(images), "family": "klein-base-4b", "weights": weights})
-        found: SamplesConfig = Project(tmp_path / name).config.sections["samples"]
-        return found
-
-    models = tmp_path / "models"
-    models.mkdir()
-    assert (made("without", str(models)).family, made("hub", "").family) == ("", "")
-    (models / "flux-2-klein-4b.safetensors").touch()
-    drawn = made("with", str(models))
-    assert drawn.family == "klein-4b" and Path(drawn.weights) == models / "flux-2-klein-4b.safetensors"
-    snapshot = cache_folder(family("klein-4b").hub) / "snapshots" / ("a" * 40)
-    (snapshot / "transformer").mkdir(parents=True)
-    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
-        (snapshot / "transformer" / name).touch()
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-    drawn = made("cached", "")
-    assert drawn.family == "klein-4b" and drawn.weights == ""
-
-
-def test_a_preset_says_how_many_steps_its_passes_over_the_pictures_are(tmp_path, images):
-    for number in range(11):
-        draw(images / f"{number}.png", seed=number, size=(64, 64))
-    told = new_project(tmp_path / "new", {"images": str(images), "family": "klein-base-4b", "preset": "subject"})
-    assert any("600 steps: 12 pictures x 50 passes, in batches of 1" in line for line in told)
-    made = new_project(tmp_path / "small", {"images": str(images), "family": "micro", "preset": "subject"})
-    assert not any("passes" in line for line in made) and "passes" not in (tmp_path / "small/project.toml").read_text()
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != SLIDER])

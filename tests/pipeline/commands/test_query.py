@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.commands.catalog import open_catalog
-from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, export_parquet, run_query, write_answer
-from pipeline.errors import NotBuilt
+from pipeline.commands.query import ROWS_SHOWN, Limits, answer, export_parquet, run_query, write_answer
 from schemas.text_to_image import TRAIN
 from stages.text_to_image import PIPELINE
 from tests import projects
@@ -36,12 +35,6 @@ def catalog(path: Path) -> duckdb.DuckDBPyConnection:
 
 def ask(project: FakeProject, sql: str) -> list[tuple[object, ...]]:
     return catalog(project.path).execute(sql).fetchall()
-
-
-def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> None:
-    assert answer(project, "select path from images where path = 'a.jpg'").to_pydict() == {"path": ["a.jpg"]}
-    with pytest.raises(NotBuilt, match="the table train is not built"):
-        answer(FakeProject(tmp_path), "select avg(loss) from train")
 
 
 def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
@@ -71,20 +64,6 @@ def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason
     assert {row[0] for row in ask(early, "select stage from unused")} == {"images"}, "captions are not built yet"
 
 
-def test_the_view_tables_has_rows_dead_rows_and_bytes(project: FakeProject) -> None:
-    rows = {row[0]: row[1:] for row in ask(project, "select stage, built, recipe, rows, dead, bytes from tables")}
-    assert list(rows) == [*STAGE_NAMES, "generated"]
-    assert rows["latents"][:4] == (True, tables.RECIPE, 3, 1)
-    on_disk = sum(p.stat().st_size for p in project.folder("latents").folder.rglob("*") if p.is_file())
-    assert rows["latents"][4] == on_disk > 0
-
-
-def test_the_view_columns_describes_every_column(project: FakeProject) -> None:
-    found = ask(project, "select doc from columns where stage = 'train' and name = 'sigma'")
-    assert found == [("noise level, 0 (clean) to 1 (noise)",)]
-    assert ask(project, "select name from columns where stage = 'buckets' and key") == [("image_id",), ("resolution",)]
-
-
 def test_a_connection_of_ones_own_gets_the_tables_and_bf16_for_the_value_of_a_stored_word(project: FakeProject) -> None:
     import pyarrow.dataset
 
@@ -106,8 +85,6 @@ def test_a_connection_of_ones_own_gets_the_tables_and_bf16_for_the_value_of_a_st
         ("select pth from images", r"pth.* images has path, image_id, .*detail"),
         ("select images.pth from images join buckets using (image_id)", r"buckets has image_id, resolution, .*images has path"),
         ("selec 1", "syntax error"),
-        ("select path + 1 from images where path > []", "Error"),
-        ("select * from sql", "Table with name sql does not exist"),
         ("", "SQL is empty"),
         (b"select '\xff'".decode("utf-8", "surrogateescape"), "the SQL must be UTF-8 text"),
         ("copy images to '/nonexistent/images.csv'", "a query reads only the tables; --unsafe allows more"),
@@ -145,20 +122,9 @@ def test_a_table_that_is_not_built_is_named_however_it_is_written(tmp_path: Path
         run_query(FakeProject(tmp_path), sql)
 
 
-def test_a_printed_table_is_aligned_and_long_text_and_many_rows_are_cut(project: FakeProject) -> None:
-    text = run_query(project, "select path, width, rejected from images order by path limit 3")
-    assert text.splitlines() == [
-        "path           width  rejected",
-        "a.jpg            640  NULL",
-        "broken.jpg       640  truncated",
-        "copy-of-a.jpg    640  duplicate",
-    ]
-    lines = run_query(project, "select text, 1 as n from captions where text like '猫%'").splitlines()
-    assert lines == ["text          n", "猫 on a sofa  1"]
-    assert max(map(len, run_query(project, "select repeat('x', 500)").splitlines())) < CELL_WIDTH + 20
+def test_a_printed_table_says_how_many_rows_it_leaves_out(project: FakeProject) -> None:
     many = run_query(project, f"from range({ROWS_SHOWN + 7})").splitlines()
     assert len(many) == ROWS_SHOWN + 2 and "7 more rows" in many[-1]
-    assert run_query(project, "select path from images where false").splitlines() == ["path"]
 
 
 def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
@@ -250,11 +216,6 @@ def test_a_query_reaches_no_file_and_no_extension(project: FakeProject, tmp_path
         with pytest.raises(ValueError) as error:
             ask(project, sql.replace("{file}", str(file)))
         assert "\n" not in str(error.value) and not file.exists()
-
-
-def test_an_unsafe_query_may_write_a_file(project: FakeProject, tmp_path: Path) -> None:
-    run_query(project, f"copy images to '{tmp_path}/written.csv'", limits=Limits(unsafe=True))
-    assert (tmp_path / "written.csv").read_text().startswith("path,")
 
 
 @pytest.mark.parametrize(

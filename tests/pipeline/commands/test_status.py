@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.status import describe, render, state
+from pipeline.commands.status import render
 from pipeline.project.project import Project
 from pipeline.store.table import Writer
 from tests import projects
@@ -77,22 +77,3 @@ def test_an_interrupted_stage_is_shown_with_the_rows_that_it_has(project):
     projects.build(project, "images")
     begin(project, "captions", 1)
     assert "interrupted: " in states_of(project)["captions"]
-
-
-def test_rows_that_are_wanted_again_are_not_called_missing(project):
-    before = Project(project).current("latents").usage()["rows"]
-    projects.edit(project, "[64, 96]", "[64]")
-    projects.build(project, "buckets", "latents")
-    projects.edit(project, "[64]", "[64, 96]")
-    projects.build(project, "buckets")
-    found = state(Project(project), "latents")
-    assert (found.missing, found.unpublished) == (0, before // 2)
-    assert describe(found) == f"{before // 2} rows wanted again: make latents"
-
-
-def test_status_fits_80_columns(project, monkeypatch):
-    monkeypatch.chdir(project.parent)
-    projects.edit(project, "[64, 96]", "[64, 96, 128]")
-    text = render(Project(project))
-    assert max(map(len, text.splitlines())) <= 80, text
-    assert "project: family tiny, project" in text

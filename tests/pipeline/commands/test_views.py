@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeline.commands.catalog import open_catalog
-from stages.text_to_image.pages import PANELS
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import FakeProject, digest
 
@@ -67,16 +66,6 @@ def test_losses_that_are_not_finite_or_zero_do_not_count(tmp_path):
     tables.write(project, "train", rows)
     found = open_catalog(project).execute("select sum(draws), bool_and(isfinite(excess)) from hurting").fetchall()
     assert found == [(3, True)]
-
-
-def test_the_panel_levels_counts_images_not_rows(tmp_path):
-    project = FakeProject(tmp_path)
-    row = {"split": "validation", "sigma": 0.5, "loss": 1.0}
-    six = [row | {"sample": n, "image_id": "ab"[n % 2], "latent_id": f"l{n}"} for n in range(6)]
-    rows = [each | {"step": step} for step in (0, 10) for each in six]
-    tables.write(project, "train", rows)
-    (sql,) = [panel.sql for panel in PANELS if panel.name == "levels"]
-    assert [row[-1] for row in open_catalog(project).execute(sql).fetchall()] == [2, 2]
 
 
 def test_train_is_joined_with_path_and_text_a_step_is_one_row_and_previews_have_the_path_of_their_picture(tmp_path):

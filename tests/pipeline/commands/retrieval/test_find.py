@@ -138,15 +138,3 @@ def test_a_regular_expression_and_several_paths_limit_the_answers_and_nonsense_f
     for query in ("purple elephants dance over the moon", "qwzx vbnmt plork"):
         done = CliRunner().invoke(command, [query, "code"], catch_exceptions=False, standalone_mode=False)
         assert (done.stdout, done.return_value) == ("nothing found\n", 1)
-
-
-def test_a_mistake_is_one_line(code):
-    (code.parent / "notes").mkdir()
-    (code.parent / "notes" / "a.txt").write_text("a")
-    for words, message in (
-        ((" ", "code"), "find needs a query, such as"),
-        (("x", "notes"), "holds no source file that"),
-        (("x", "code", "--regex", "("), "--regex must be a regular expression"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            find(*words)

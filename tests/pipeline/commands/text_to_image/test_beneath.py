@@ -72,11 +72,6 @@ def test_replay_trains_over_the_same_adapter(built):
     assert "differs" not in said and "loss" in said
 
 
-def test_nothing_beneath_cannot_be_exported_with_it(built):
-    said = projects.latentmill(built, "export", "--beneath", "--set", "samples.beneath=[]", code=2)
-    assert "--beneath: nothing that is drawn lies beneath the adapter" in said
-
-
 def test_a_distilled_family_is_trained_on_with_an_assistant_beneath_or_if_it_is_forced(built, tmp_path):
     (tmp_path / "project.toml").write_text('[project]\nfamily = "tiny-distilled"\n')
 

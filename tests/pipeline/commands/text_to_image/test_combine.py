@@ -101,9 +101,7 @@ def test_a_lora_is_extracted_from_a_fine_tuned_transformer(built, tmp_path):
         (["merge", "last"], "merge needs two adapters or more, got 1"),
         (["merge", "last", "last", "--strength", "1"], "2 adapters, 1 strengths"),
         (["merge", "last", "wrst"], "got 'wrst': there is no such file"),
-        (["resize", "--rank", "0"], "--rank must be from 1 to 4096, got 0"),
         (["resize", "last", "--rank", "2"], "--rank must be below 2, the rank of adapter.safetensors, got 2"),
-        (["extract", "nothing"], "TUNED must be a folder or a file with a transformer's weights, got nothing"),
         (["generate", "a", "--adapter", "last@nothing"], "there is no run 'nothing'"),
     ],
 )

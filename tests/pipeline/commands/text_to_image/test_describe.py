@@ -12,7 +12,6 @@ from stages.text_to_image.weights import meta_transformer
 from stages.tuner import checkpoint
 from stages.tuner.adapters import combine
 from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets
-from tests import projects
 
 
 def adapter(name: str, patterns: tuple[str, ...] = ("*",), variant: str = "lora") -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -43,20 +42,3 @@ def test_a_file_in_any_names_is_described_with_the_models_that_it_fits_and_its_n
     longest = max(blocks.values(), key=lambda cells: float(cells[-2]))
     assert len(longest[-1]) == 24 == max(len(cells[-1]) for cells in blocks.values())
     assert len(lines[6].splitlines()) == len(scales) + 1
-
-
-def test_what_is_no_adapter_is_one_line(tmp_path):
-    mx.save_safetensors(str(tmp_path / "a.safetensors"), {"something.weight": mx.zeros((2, 2))})
-    for file, said in (("a.safetensors", "is no adapter of a model that is known here"), ("b.safetensors", "it does not exist")):
-        code, _, errors = projects.said("adapter", str(tmp_path / file))
-        assert code == 2 and said in errors and errors.count("\n") == 1
-
-
-def test_an_adapter_of_an_unknown_size_is_described_and_fits_nothing(tmp_path):
-    arrays = {
-        "transformer_blocks.0.attn.to_q.lora_A.weight": mx.ones((2, 8)),
-        "transformer_blocks.0.attn.to_q.lora_B.weight": mx.ones((6, 2)),
-    }
-    mx.save_safetensors(str(tmp_path / "a.safetensors"), arrays)
-    lines = list(describe(tmp_path / "a.safetensors"))
-    assert lines[1] == "fits: no family that is known here" and "transformer_blocks.0 " in lines[-1]

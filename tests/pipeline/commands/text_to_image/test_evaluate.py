@@ -39,20 +39,6 @@ def test_an_adapter_that_changes_nothing_differs_from_one_that_does_and_the_inte
     assert evaluate.summary_cells("base", measured) == ("base", "3", "0.75", "-"), "a dash for what is not measured"
 
 
-@pytest.mark.parametrize(
-    ("kinds", "told"),
-    [
-        ([("adapter", "a")], "no previews of the base"),
-        ([("base", "a"), ("adapter", "a")], "there is one prompt only: add a second to [captions] preview_prompts"),
-        ([("base", "a"), ("base", "b"), ("adapter", "a")], "no real pictures"),
-    ],
-)
-def test_a_dash_is_explained(kinds, told):
-    groups = evaluate.group_rows([row(kind, prompt, None, None) for kind, prompt in kinds])
-    (line,) = evaluate.missing_scores(groups)
-    assert told in line
-
-
 def test_without_a_finished_run_nothing_is_trained_and_the_command_that_finishes_one_is_named(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     assert "no finished run to score; make train" in projects.latentmill(folder, "evaluate", code=2)

@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands.adapters import DTYPES, file_name
-from pipeline.commands.text_to_image.export import STYLES, export_run, header, use_of, what_to_do, write_adapter
-from pipeline.commands.text_to_image.publish import card
-from pipeline.project.project import Project
+from pipeline.commands.adapters import DTYPES
+from pipeline.commands.text_to_image.export import STYLES, export_run, write_adapter
 from stages.hashing import file_sha256
 from stages.models.adapters import A, B
 from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
-from tests import projects
 from tests.pipeline.commands.text_to_image.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer
 
 TINY = family("tiny")
@@ -258,27 +255,3 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
     trained(run(), transformer, BLOCKS[:1], recipe="other", export_style="diffusers")
     with pytest.raises(ValueError, match=r"cats-slow-000040.safetensors exists and is not a diffusers export of this run"):
         run()
-
-
-def test_a_file_is_named_after_project_run_step_and_style() -> None:
-    assert file_name("my cats", "slow", 1000, "diffusers") == "my-cats-slow-001000.safetensors"
-    assert file_name("my cats", "", "20", "comfyui") == "my-cats-000020-comfyui.safetensors"
-    assert file_name("my cats", "1a2b", 20, "comfyui", "average") == "my-cats-1a2b-000020-average-comfyui.safetensors"
-
-
-def test_an_export_of_several_subjects_names_every_trigger_and_one_of_micro_that_comfyui_does_not_know_it(tmp_path: Path) -> None:
-    folder = projects.make(tmp_path / "two", tmp_path, images=1)
-    projects.edit(folder, "[captions]", '[captions]\ntrigger = "sks cat"\ntemplate = "{trigger}, {caption}"')
-    text = (
-        folder / "project.toml"
-    ).read_text() + '[[images.folder]]\npath = "a"\n[[images.folder]]\npath = "b"\ntrigger = "zwx vase"\n'
-    (folder / "project.toml").write_text(text)
-    several = Project(folder)
-    assert use_of(several)["trigger"] == "sks cat, zwx vase"
-    about = {"family": "klein-base-4b", **use_of(several)}
-    assert header(about, "diffusers", "bfloat16", {}, "lora")["modelspec.trigger_phrase"] == "sks cat, zwx vase"
-    assert "ComfyUI does not know tiny" in "\n".join(what_to_do(several, tmp_path / "x.safetensors", "diffusers"))
-    klein = Project(folder, {"project.family": "klein-base-4b", "project.weights": ""})
-    said = "\n".join(what_to_do(klein, tmp_path / "x.safetensors", "diffusers"))
-    assert 'models/loras and put a LoraLoader behind the model; the prompt: "sks cat, ..." or "zwx vase, ..."' in said
-    assert list(card(klein, {}, {}, "x", "", False))[3] == "**Triggers:** write `sks cat` or `zwx vase` into the prompt.\n"

@@ -1,4 +1,3 @@
-import json
 import re
 from dataclasses import replace
 from typing import ClassVar
@@ -6,14 +5,12 @@ from typing import ClassVar
 import mlx.core as mx
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from data.research.pages import recipe
 from pipeline.commands.clean import clean
 from pipeline.commands.query import Limits, run_query
 from pipeline.commands.text_to_image import memory
 from pipeline.commands.text_to_image.memory import Profile
-from pipeline.plots import TEXT_CHUNK
 from pipeline.project.project import Project
 from stages.memory import FACTOR
 from stages.text_to_image.families import FAMILIES
@@ -80,23 +77,6 @@ def test_without_a_leak_the_report_says_which_leaks_would_be_seen_and_few_steps_
     assert list(memory.leak_lines(memory.measure_steps(training, batch(), 6))) == ["no phase retains 16.4 kB or more per step"]
     (line,) = memory.leak_lines(memory.measure_steps(training, batch(), 4))
     assert line == "too few steps to find leaks; measure 5 or more"
-
-
-def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "SIDES", (64, 96))
-    train = profile_settings(base_bits=4, rank=4, variant="dora", batch_size=2)
-    said = list(memory.report(replace(TINY, train=train, steps=2), tmp_path))
-    rows = pq.read_table(tmp_path / memory.ROWS).to_pylist()
-    assert [(row["step"], row["phase"]) for row in rows] == [
-        (step, phase) for step in (1, 2) for phase in ("batch", "gradients", "optimizer")
-    ]
-    assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 and row["samples"] == 2 for row in rows)
-    with Image.open(tmp_path / memory.PICTURE) as picture:
-        assert picture.size[0] > 500 and len(picture.convert("RGB").getcolors(1 << 20)) > 8
-        drawn = json.loads(picture.info[TEXT_CHUNK])
-    assert [sorted(curves) for curves in drawn.values()] == 2 * [["batch", "gradients", "optimizer"]]
-    assert said[0].endswith("128 px x 2, 4 bits, dora of rank 4, adamw, plan whole")
-    assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 
 
 def test_the_estimate_is_that_of_training_and_near_the_measured_peak(training):

@@ -6,16 +6,13 @@ import json
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.api import Project
-from pipeline.commands.run import results
-from pipeline.commands.text_to_image.publish import CARD, GRID, SETTINGS, WEIGHTS, card, publish
+from pipeline.commands.text_to_image.publish import CARD, GRID, SETTINGS, WEIGHTS, publish
 from stages.models.weights import read_file
-from stages.text_to_image.families import family
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -57,18 +54,6 @@ def test_the_folder_has_a_card_settings_previews_and_weights_that_diffusers_load
     found = Flux2LoraLoaderMixin.lora_state_dict(str(folder), weight_name=WEIGHTS)
     assert found and all(key.startswith("transformer.") for key in found)
     assert "from_pretrained('FOLDER OF THE BASE'," in text  # tiny has no weights that can be had
-
-
-def test_the_card_of_an_adapter_for_a_bundled_base_names_its_folder_and_the_run_names_what_is_next(built):
-    project = Project(built)
-    micro = SimpleNamespace(**{name: getattr(project, name) for name in ("name", "folder", "config")}, family=family("micro"))
-    lines = list(card(micro, {}, {}, "x", "", False))  # type: ignore[arg-type]
-    assert "pipe = DiffusionPipeline.from_pretrained('data/assets/micro', torch_dtype=torch.bfloat16)" in lines
-    micro.family = family("flux3-klein-base")
-    lines = list(card(micro, {}, {}, "x", "", False))  # type: ignore[arg-type]
-    assert "pipe = ModularPipeline.from_pretrained('black-forest-labs/flux-3-image-klein-base')" in lines
-    last = [line.split("PROJECT")[0] for line in results(project, "samples")[-3:]]
-    assert last == ["next: make view ", "next: make export ", "next: make generate "]
 
 
 def test_the_command_says_that_nothing_was_uploaded_and_overwrites_nothing(built):
