@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from stages.text_to_image.train.batches import MicroBatch
-from stages.text_to_image.train.config import PreservationConfig
+from stages.text_to_image.train.config import PreservationConfig, TLoraConfig
 from stages.text_to_image.train.task import FlowMatching
 from stages.text_to_image.weights import weight_bits
 from stages.tuner.memory import MemoryPlan
 from stages.tuner.optimizers.step import Stacks
 from stages.tuner.step import TrainingStep
 from stages.tuner.weights import QuantizedWeight
+from tests.stages.text_to_image.train.plans import noted
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables
 from tests.stages.tuner.blockwise.test_backprop import assert_same, linear_for
 
@@ -31,8 +32,14 @@ def transformer(wide: Path) -> Path:
     return wide
 
 
-def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
-    run = Run(tmp_path, transformer, replace(BASE, steps=2, precision="bfloat16")).go()
+def test_under_bfloat16_the_masters_stay_float32_and_an_orthogonal_start_is_subtracted_before_it_is_rounded(
+    transformer, tmp_path, monkeypatch
+):
+    given = noted(monkeypatch, lambda *given: {value.dtype for value in given[1].values()})
+    config = replace(BASE, steps=2, precision="bfloat16")
+    Run(tmp_path / "orthogonal", transformer, replace(config, steps=1, tlora=TLoraConfig(1))).go()
+    assert given and all(each == {mx.float32} for each in given)
+    run = Run(tmp_path, transformer, config).go()
     arrays = mx.load(str(tmp_path / "artifacts" / "adapter.safetensors"))
     assert {value.dtype for value in arrays.values()} == {mx.float32}
     assert any("bfloat16 is slow on a CPU" in line for line in run.said) == (mx.default_device() == mx.cpu)
