@@ -101,6 +101,15 @@ def test_words_of_a_docstring_are_found_and_edits_and_deletions_are_taken_up_wit
     assert len(list(artifacts(folder).iterdir())) == 2
 
 
+def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexed):
+    titles = {row["title"]: row["qualified_name"] for row in rows(indexed, "units")}
+    assert titles["Count the words of a list and keep the largest 0."] == "count_words"
+    found = searcher(indexed).search("sort the colours", limit=100)
+    assert all(0 <= answer.match <= 1 for answer in found) and found[0].match > 1 / 3
+    least = found[3].match
+    assert all(answer.match >= least for answer in searcher(indexed).search("sort the colours", limit=100, least=least))
+
+
 def test_a_path_limits_the_answers_and_one_without_files_or_a_query_without_words_is_one_line(indexed):
     found = searcher(indexed).search("count things", "hybrid", paths=["*/deep/*"])
     assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.commands.retrieval.evaluate import evaluate
 from pipeline.project.project import Project
-from stages.retrieval.pairs import PairsConfig, leaks, mark_duplicates, reason_against, split_of
+from stages.retrieval.pairs import PairsConfig, groups, leaks, mark_duplicates, reason_against, split_of
 from tests.stages.retrieval.project import FUNCTION, INDEXED, make, rows, run
 
 
@@ -51,6 +51,10 @@ def test_splits_have_their_shares_and_a_text_never_changes_its_split():
     assert abs(found["test"] / 4000 - 0.25) < 0.03 and abs(found["valid"] / 4000 - 0.1) < 0.02
     tested = {name for name in names if split_of(name, 0.1, 0.25) == "test"}
     assert tested <= {name for name in names if split_of(name, 0.3, 0.3) == "test"}
+
+
+def test_items_are_grouped_by_common_keys_also_through_a_third():
+    assert groups([("a", "x"), ("b", "y"), ("c", "y"), ("a", "z"), ("d", "z"), ("e",)]) == [0, 1, 1, 0, 0, 5]
 
 
 def test_a_leak_is_the_largest_jaccard_similarity_of_trigrams():

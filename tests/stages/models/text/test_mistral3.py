@@ -108,12 +108,9 @@ def test_every_spelling_of_the_names_is_read_and_a_tensor_in_two_is_refused(fold
     [
         ({"sliding_window": 4096}, "sliding_window = 4096, which this family's Mistral Small 3 does not have"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"head_dim": 10**9}, "head_dim must be a whole number from 1 to 4096"),
     ],
 )
 def test_another_architecture_is_refused_with_the_field(change: dict[str, Any], said: str, folder: Path) -> None:
     config = json.loads((folder / "text_encoder" / "config.json").read_text())
     with pytest.raises(ValueError, match=said):
         Mistral3Config.from_dict(config | {"text_config": config["text_config"] | change})
-    with pytest.raises(ValueError, match="must have an object as text_config, got 3"):
-        Mistral3Config.from_dict({"text_config": 3})

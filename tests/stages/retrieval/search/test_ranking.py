@@ -88,3 +88,13 @@ def test_texts_and_statements_beside_functions_and_special_methods_count_seven_t
 def test_each_further_answer_of_a_file_counts_less():
     assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 2.7, 1.62, 0.729, 1, 1]
     assert after(ranking.later_down, [1, 2, 3, -4, 1, 1]) == [0.81, 1.8, 3, -4, 1, 1]
+
+
+def test_the_share_of_the_words_of_a_query_that_code_holds_knows_no_endings_and_no_function_words():
+    assert ranking.coverage("where are the retries counted", "count retry retries") == 1.0
+    assert ranking.coverage("purple elephants of the moon", "count retry retries") == 0.0
+
+
+def test_function_words_are_not_searched_unless_there_are_no_others():
+    assert ranking.telling("where are the retryCounts") == "retry counts"
+    assert ranking.telling("where is it") == "where is it"
