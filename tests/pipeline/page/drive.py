@@ -86,6 +86,7 @@ def look(window, address, name, width, folder, axe, load=True):
     wait(window, "[...document.images].filter(i => !i.hidden && i.getBoundingClientRect().top < 900).every(i => i.complete)")
     charts = "[...document.querySelectorAll('[data-chart]')]"
     wait(window, f"{charts}.every(c => c.querySelector('svg') || c.textContent)")
+    wait(window, f"{charts}.every(c => (c.querySelector('svg')?.clientWidth ?? 0) <= {width})")  # drawn again after a resize
     height = window.execute_script("return document.documentElement.scrollHeight")
     resize(window, width, min(height, 6000))
     if folder:
@@ -153,10 +154,8 @@ def edit(window, address):
 LAST_X = "Math.max(...document.querySelector('[data-chart]').data.map((curve) => curve.x.at(-1)))"
 
 
-def follow_run(window, address):
-    """While a run goes on; the focus was on the table of runs."""
-    window.get(f"{address}/training")
-    wait(window, "document.querySelector('[data-chart] svg') !== null")
+def follow_run(window):
+    """On the page of training, while a run goes on; the focus was on the table of runs."""
     window.execute_script("window.sameDocument = true; document.querySelector('.wide').focus()")
     before = window.execute_script(f"return {LAST_X}")
     print('"now"', flush=True)
@@ -205,25 +204,6 @@ def press(window, wanted, *keys):
 
 def control(window, key):
     ActionChains(window).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
-
-
-def by_keyboard(window, address):
-    window.get(f"{address}/settings")
-    press(window, "[name='train.checkpoint_every']", Keys.BACKSPACE, "4", Keys.ENTER)
-    seen = {"effect": wait(window, "document.querySelector('#effects li')?.textContent")}
-    window.get(f"{address}/compare")
-    wait(window, "document.body.dataset.shown")
-    press(window, "input[data-wipe]", *[Keys.ARROW_LEFT] * 10)
-    seen["wiped"] = window.execute_script("return getComputedStyle(document.querySelector('.wipe img + img')).clipPath")
-    window.get(f"{address}/samples")
-    wait(window, "document.querySelector('img.result')")
-    press(window, "img.result", Keys.ENTER)
-    seen["large"] = wait(window, "document.querySelector('dialog[open] img')?.alt")
-    window.get(f"{address}/sql")
-    wait(window, "document.getElementById('sql')")
-    press(window, "#sql", "select count(*) as files from images")
-    control(window, Keys.ENTER)
-    return seen | {"answer": wait(window, "document.querySelector('#ask td')?.textContent.trim()")}
 
 
 # From an empty folder to an adapter, 390 pixels wide and by the keyboard alone
@@ -390,8 +370,6 @@ def finish(window, address, looks):
     seen["live"] = wait(window, "document.getElementById('live').textContent")
     seen["notified"] = wait(window, "window.notified.at(-1)")
     looks.at("draw")
-    window.refresh()
-    wait(window, "document.body.dataset.shown")
     seen["drawn"] = window.execute_script(f"return {drawn}")
     to(window, "export")
     for block in range(3):
@@ -409,16 +387,6 @@ def finish(window, address, looks):
     return seen | {"looks": looks}
 
 
-def search(window, address, text):
-    window.get(f"{address}/images")
-    wait(window, "document.querySelector('input[name=find]') !== null")
-    window.execute_script(
-        "const f = document.querySelector('form[data-find]'); f.elements.find.value = arguments[0]; f.requestSubmit()", text
-    )
-    wait(window, "Number(document.body.dataset.shown) > 1")
-    return window.execute_script("return [...document.querySelectorAll('.cards strong')].map(e => e.textContent)")
-
-
 def visit(window, asked):
     address, folder = asked["address"], asked["folder"]
     if address.startswith("file:"):
@@ -429,15 +397,14 @@ def visit(window, asked):
         resize(window, 390, 844)
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
+    edited = edit(window, address) if asked["follow"] else {}
+    window.get_log("browser")  # a refusal is an error there
     # Each page is loaded once, and then seen with every width.
     first, *others = asked["widths"]
     sizes = {name: [first] if name in asked["once"] else [first, *others] for name in asked["pages"]}
     looks = [(width, name, width == first) for name, widths in sizes.items() for width in widths]
     seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
-    if asked["search"]:
-        return seen | {"found": search(window, address, asked["search"])}
-    seen |= {"edited": edit(window, address), "keyboard": by_keyboard(window, address)}
-    return seen | {"moved": follow_run(window, address)}
+    return seen | ({"edited": edited, "moved": follow_run(window)} if asked["follow"] else {})
 
 
 def main():

@@ -243,7 +243,7 @@ def test_what_cannot_be_uploaded_or_has_no_room_on_the_disk_is_one_line_before_t
     assert not [path for path in empty.rglob("*") if path.is_file() and path.name != "lock"]
 
 
-MANY = 200
+MANY = 60
 
 
 def test_many_uploads_at_once_are_all_stored(empty):
