@@ -206,6 +206,16 @@ def control(window, key):
     ActionChains(window).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
 
 
+def by_keyboard(window, name):
+    """What the page of that name, which is there, answers to keys."""
+    if name == "samples":
+        press(window, "img.result", Keys.ENTER)
+        return wait(window, "document.querySelector('dialog[open] img')?.alt")
+    press(window, "#sql", "select count(*) as files from images")
+    control(window, Keys.ENTER)
+    return wait(window, "document.querySelector('#ask td')?.textContent.trim()")
+
+
 # From an empty folder to an adapter, 390 pixels wide and by the keyboard alone
 
 
@@ -397,14 +407,16 @@ def visit(window, asked):
         resize(window, 390, 844)
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
-    edited = edit(window, address) if asked["follow"] else {}
+    seen = {"looks": [], "keyboard": {}} | ({"edited": edit(window, address)} if asked["follow"] else {})
     window.get_log("browser")  # a refusal is an error there
     # Each page is loaded once, and then seen with every width.
-    first, *others = asked["widths"]
-    sizes = {name: [first] if name in asked["once"] else [first, *others] for name in asked["pages"]}
-    looks = [(width, name, width == first) for name, widths in sizes.items() for width in widths]
-    seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
-    return seen | ({"edited": edited, "moved": follow_run(window)} if asked["follow"] else {})
+    for name in asked["pages"]:
+        widths = asked["widths"][:1] if name in asked["once"] else asked["widths"]
+        for width in widths:
+            seen["looks"].append(look(window, address, name, width, folder, asked["axe"], load=width == widths[0]))
+        if asked["follow"] and name in ("samples", "sql"):
+            seen["keyboard"][name] = by_keyboard(window, name)
+    return seen | ({"moved": follow_run(window)} if asked["follow"] else {})
 
 
 def main():

@@ -143,6 +143,10 @@ def test_pages_load_without_an_error_before_tables_and_charts_fit_their_width_an
         assert look["page"] in ("training", "scores") or not any("plotly" in each for each in look["requests"]), look
 
 
+def test_a_picture_is_enlarged_and_sql_is_asked_with_the_keyboard_alone(seen):
+    assert seen["keyboard"]["samples"].startswith("ohwx, a chick") and seen["keyboard"]["sql"] == str(KEPT)
+
+
 def test_a_caption_edited_in_two_tabs_keeps_both_texts_and_each_undo_goes_one_step_back(seen, folder):
     edited = seen["edited"]
     assert (edited["said"], edited["text"]) == ("1 saved", "edited <b>here</b>")
