@@ -6,7 +6,7 @@ from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters.lora import product
-from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible, unpacked
+from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible
 
 
 def drawn(*shape: int) -> mx.array:
@@ -20,17 +20,6 @@ def test_an_unpacked_weight_is_near_the_original(bits, bound):
     assert packed.bits == bits
     assert packed.dense().shape == weight.shape
     assert mx.linalg.norm(packed.dense() - weight).item() < bound * mx.linalg.norm(weight).item()
-
-
-def test_mx_compile_passes_a_packed_weight_on_as_one():
-    x, weight, seen = drawn(3, 128), pack(drawn(96, 128), 8), []
-
-    def run(x, weights):
-        seen.append(type(weights["w"]))
-        return product(x, weights["w"])
-
-    assert mx.array_equal(mx.compile(run)(x, {"w": weight}), x @ unpacked(weight).T)
-    assert seen == [QuantizedWeight]
 
 
 def test_packing_takes_memory_for_one_weight_at_a_time_and_skips_what_cannot_be_packed():

@@ -12,7 +12,7 @@ import pytest
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.families import family
-from stages.text_to_image.train.config import DataConfig, ValidationConfig
+from stages.text_to_image.train.config import DataConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
 from stages.text_to_image.train.task import family_of
@@ -24,12 +24,12 @@ from tests.stages.text_to_image.train.test_step import step_of
 SIZE = (96, 64)
 
 
-def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, Any]:
-    """Tables of images with references: the first one of their own size, the second smaller. `alone` more images have none."""
-    sizes = (SIZE, (64, 32))[:references]
-    made = tables((SIZE,) * (targets + alone) + tuple(size for size in sizes for _ in range(targets)))
+def paired() -> dict[str, Any]:
+    """Tables of images with two references each, one of their own size and a smaller one."""
+    targets = 4
+    made = tables(tuple(size for size in (SIZE, SIZE, (64, 32)) for _ in range(targets)))
     rows = made["images"].to_pylist()
-    for n, row in enumerate(rows[targets + alone :]):
+    for n, row in enumerate(rows[targets:]):
         row |= {"use": "reference", "reference_of": f"image{n % targets}", "reference": n // targets + 1}
     made["images"] = rows_of(IMAGES, *rows)
     return made
@@ -99,15 +99,6 @@ def test_every_sample_is_read_with_the_references_of_its_own_image(wide: Path, t
             number = int(sample.crop.image_id.removeprefix("image"))
             for latents, latent_id in zip(batch.references, (f"latent{4 + number}", f"latent{8 + number}"), strict=True):
                 assert latents[at].ravel().tolist() == words[latent_id]["tensor"]
-
-
-def test_images_with_and_without_references_share_no_batch_and_are_counted(wide: Path, tmp_path: Path) -> None:
-    validation = ValidationConfig(paths=("image0",), every=2, sigmas=(0.5,))
-    run = Run(tmp_path, wide, replace(BASE, steps=4, validation=validation), paired(references=1, alone=2)).go()
-    shown = {row["image_id"]: row["reference_count"] for row in run.rows}
-    assert shown == {"image0": 1, "image1": 1, "image2": 1, "image3": 1, "image4": 0, "image5": 0}
-    assert {row["tokens"] - 24 * row["reference_count"] for row in run.rows} == {24 + TEXT_ROWS}
-    assert "with references: 3 crops" in run.task().description()
 
 
 def test_the_share_of_batches_without_references_is_the_dropout(wide: Path, tmp_path: Path) -> None:
