@@ -115,6 +115,9 @@ def test_a_fresh_array_depends_only_on_its_name_and_the_seed():
     all_of_them = fresh_adapter(select_targets(LINEARS, ["*"], 4), 0)
     some = fresh_adapter(select_targets(LINEARS, ["single_transformer_blocks.*"], 4), 0)
     assert all(mx.array_equal(value, all_of_them[name]) for name, value in some.items())
+    pairs = all_of_them, fresh_adapter(select_targets(LINEARS, ["*"], 4), 1)
+    drawn = [value.flatten().tolist()[:8] for each in pairs for name, value in each.items() if name.endswith(lora.A)]
+    assert len({*map(tuple, drawn)}) == 2 * len(LINEARS)
 
 
 def outputs(arrays, scales, weight, x):
