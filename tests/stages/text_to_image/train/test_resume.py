@@ -49,6 +49,7 @@ def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transfo
     run = Run(tmp_path, transformer, config).go()
     files = [tmp_path / "artifacts" / f"{name}.safetensors" for name in ("adapter", "adapter_ema", "adapter_best")]
     before = [path.read_bytes() for path in files]
+    assert before[2] == (tmp_path / "artifacts" / "checkpoints" / "step-000002" / checkpoint.ADAPTER).read_bytes(), "the best"
     run.loaded = 0
     for damage in (Path.unlink, lambda path: cut(path, 100)):
         for path in files:  # each alone must be missed
