@@ -172,6 +172,12 @@ def test_ranks_that_mlx_launch_started_are_refused_too(settings):
         check_ranks(SimpleNamespace(), TrainingConfig(**settings), Ranks(0, 2))
 
 
+def test_ranks_of_other_settings_or_tables_are_refused():
+    run = SimpleNamespace(output=SimpleNamespace(provenance={"recipe": "one"}))
+    with pytest.raises(ValueError, match=r"rank 1 has other settings, .* \(recipes other and one\)"):
+        check_ranks(run, TrainingConfig(batch_size=2), SimpleNamespace(size=2, each=lambda recipe: [recipe, "other"]))
+
+
 def test_a_process_that_was_started_alone_has_no_rank(monkeypatch, tmp_path):
     monkeypatch.delenv("MLX_RANK", raising=False)
     assert launched_rank() is None

@@ -120,7 +120,8 @@ def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_pl
     merged = load_encoder(exported, exported, project.family)
     [stored] = merged.encode_ids([project["tokens"][document["text_id"]]])
     [strong] = load_encoder(base, base, project.family, adapter).encode_ids([project["tokens"][document["text_id"]]])
-    errors = [np.square(codes.unpack(project["vectors"][vector_id(tuned, document["text_id"])]) - each) for each in (stored, strong)]
+    kept = codes.unpack(project["vectors"][vector_id(tuned, document["text_id"])])
+    errors = [np.square(kept - each) for each in (stored, strong)]
     assert errors[0].max() < 0.02**2 and errors[0].sum() < errors[1].sum(), "those of the whole strength are further away"
     [first, *_] = session.searcher.search(text, "semantic", 3, "")
     best = {row["unit_id"]: row for row in rows(folder, "units")}[first.row["unit_id"]]

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pipeline import api
 from pipeline.project.project import Project
 from stages.retrieval.encoder import read_adapter
 from stages.retrieval.train.stage import PairTask, length_pools
@@ -128,6 +129,17 @@ def test_the_linears_of_the_settings_are_trained_and_a_file_that_lacks_one_of_th
             read_adapter(changed, linears)
     with pytest.raises(ValueError, match="is it of another model"):
         read_adapter(file, {name: (outputs + 1, inputs) for name, (outputs, inputs) in linears.items()})
+
+
+def test_a_damaged_checkpoint_is_made_again_with_the_same_bits(copy: Path) -> None:
+    settings = {"train.steps": 2, "train.checkpoint_every": 1, "train.validation.every": 2}
+    project.run(copy, "train", overrides=settings)
+    found = api.Project(copy, settings)
+    state = found.current("train").folder / "artifacts" / "checkpoints" / "step-000001" / "state.json"
+    before = {path: path.read_bytes() for path in state.parent.iterdir()}
+    state.write_text("{}")
+    assert found.verify(repair=True) == []
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def task_of(folder: Path, **overrides: Any) -> PairTask:
