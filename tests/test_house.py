@@ -6,13 +6,11 @@ import os
 import re
 import subprocess
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import stages
-from pipeline.commands import own
 from schemas.table import TableSchema
 from stages.pipelines import Pipeline
 
@@ -30,16 +28,6 @@ def test_a_project_below_data_is_no_new_file_of_the_checkout_and_what_belongs_to
     )
     ignored = subprocess.run(words, input=paths, capture_output=True, text=True, check=False).stdout
     assert ignored == "data/cats/project.toml\n"
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.name)
-def test_what_a_pipeline_refers_to_by_text_exists(pipeline: Pipeline):
-    mine = own(pipeline.name)
-    references = [*mine.commands.values(), *mine.methods.values(), mine.template, mine.unused, mine.probes]
-    references += [pipeline.families, pipeline.follow]
-    for reference in filter(None, references):
-        module, _, attribute = reference.partition(":")
-        assert hasattr(import_module(module), attribute), reference
 
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)

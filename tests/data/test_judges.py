@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from data import ASSETS, EXAMPLE
 from data.research.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
-from data.research.judges import compare, convert, texts
+from data.research.judges import convert, texts
 from stages.hashing import file_sha256
 from stages.models.efficientnet import layers
 from stages.text_to_image.scores import IMAGE_WEIGHTS, ImageEncoder
@@ -60,31 +60,10 @@ def test_folding_a_batch_norm_keeps_the_output_of_the_convolution():
     assert np.abs(found - expected).max() < 1e-4
 
 
-def test_a_quantised_matrix_changes_its_outputs_less_than_plain_rounding_does():
-    draw = np.random.default_rng(0)
-    mixing = draw.normal(size=(32, 32))
-    x_NC = (draw.normal(size=(500, 32)) @ mixing).astype(np.float32)
-    weight = draw.normal(size=(8, 32)).astype(np.float32)
-    weight[3] = 0
-    _, covariance = convert.moments(x_NC)
-    values, scale = convert.quantise(weight, covariance)
-    assert values.dtype == np.int8 and np.abs(values).max() <= 127 and not values[3].any()
-    plain = np.round(weight / scale[:, None].astype(np.float32)) * scale[:, None]
-    errors = [np.abs(x_NC @ (weight - other).T).mean() for other in (values * scale[:, None].astype(np.float32), plain)]
-    assert errors[0] < 0.7 * errors[1]
-
-
 def test_a_released_file_of_another_hash_is_not_unpickled(tmp_path):
     (tmp_path / "a.pth").write_bytes(b"not the released file")
     with pytest.raises(ValueError, match="must have the sha256 579344"):
         convert.read_released(tmp_path / "a.pth")
-
-
-def test_the_comparison_names_what_differs():
-    rows = [{"kind": kind, "style": n, "real": n, "agreement": n} for n, kind in enumerate(("base", "adapter", "real"))]
-    moved = [row | {"style": -row["style"]} for row in rows]
-    found = compare.compare(rows, moved)
-    assert found[0] == ("AUC of style", "1.0000", "0.0000", "-1.0000") and found[1][3] == "+0.0000"
 
 
 def test_a_real_picture_ranks_its_own_text_far_better_than_by_chance():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,8 +17,6 @@ from PIL import Image
 
 from pipeline import Project
 from tests import projects
-
-HEAVY = ("mlx", "tokenizers", "lance", "lancedb", "duckdb", "PIL", "rich")
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +62,6 @@ def test_rows_are_arrow_and_tensors_are_memory_mapped_arrays(built):
         p["images"][key]
 
 
-def test_sql_and_panels_answer_with_arrow_tables(built):
-    p = Project(built)
-    assert p.sql("select count(*) as n from images").to_pylist() == [{"n": 3}]
-    assert p.panel("loss")["samples"].to_pylist() == [6]
-    with pytest.raises(ValueError, match="there is no panel 'los'; did you mean loss"):
-        p.panel("los")
-    with pytest.raises(ValueError, match="imags: no such stage; did you mean images"):
-        p["imags"]
-    with pytest.raises(AttributeError, match="no attribute 'adaptre'"):
-        p.adaptre()
-
-
 def test_progress_is_reported_to_a_function_or_not_at_all_and_an_object_notices_what_has_run_elsewhere(
     tmp_path, tiny_weights, capfd
 ):
@@ -117,21 +102,6 @@ def test_a_stage_in_a_fork_of_a_process_that_used_a_project_is_one_line(tmp_path
     done = subprocess.run([sys.executable, "-c", FORK, str(folder)], cwd=projects.ROOT, capture_output=True, text=True)
     said, code = done.stdout.splitlines()
     assert 'get_context("spawn")' in said and code == "0"
-
-
-IMPORT = """
-import json, sys, pyarrow
-before = len(sys.modules)
-from pipeline import Project
-print(json.dumps([before, len(sys.modules), [name for name in {heavy} if name in sys.modules]]))
-"""
-
-
-def test_importing_the_api_loads_few_modules_beside_those_of_pyarrow_and_nothing_heavy():
-    words = [sys.executable, "-c", IMPORT.format(heavy=HEAVY)]
-    out = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout
-    arrow, api, loaded = json.loads(out)
-    assert loaded == [] and api <= 1.5 * arrow
 
 
 NOTEBOOK = """

@@ -70,14 +70,6 @@ def test_every_panel_answers_over_a_small_project(tmp_path):
     assert [panel.name for panel in PIPELINE.panels if not catalog.execute(panel.sql).fetchall()] == []
 
 
-def test_help_explains_every_stage_and_a_command_of_two_pipelines_once():
-    out = latentmill("--help")
-    assert all(len(re.findall(rf"^  {name} ", out, re.MULTILINE)) == 1 for name in ("evaluate", "export"))
-    assert re.search(r"^Commands of retrieval.*; also evaluate and export:$", out, re.MULTILINE)
-    for name in PIPELINE.stages:
-        assert f"Run the stage {name}" in latentmill(name, "--help")
-
-
 def test_the_families_are_listed_with_licence_and_source_and_have_the_sizes_of_the_page_of_weights():
     out = latentmill("families")
     assert re.search(r"^klein-base-4b +\S.*Apache.* 16.1 GB ", out, re.MULTILINE)
@@ -96,10 +88,3 @@ def test_what_a_script_may_ask_for_prints_json_with_json(tmp_path, tiny_weights)
         where = [] if words in ("doctor", "families") else ["--project", str(folder)]
         code, out, _ = projects.said(*words.split(), "--json", *where)
         assert code == 0 and isinstance(json.loads(out), list | dict), words
-
-
-def test_make_help_lists_the_targets_in_80_columns():
-    words = ["make", "-s", "help"]
-    lines = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert {"make train", "make status", "make compare"} <= {" ".join(line.split()[:2]) for line in lines}
-    assert max(map(len, lines)) <= 80

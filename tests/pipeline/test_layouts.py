@@ -187,15 +187,11 @@ def test_a_renamed_folder_changes_the_repeats_and_no_file_is_read_again(tmp_path
 # Folders that cannot be trained as they are
 
 
-ONE, CAT = {f"a{A}": None}, {f"a/x{A}": None, "a/x.txt": "a cat"}
-TWO_FOLDERS = '[[images.folder]]\npath = "images{}"\n\n[[images.folder]]\npath = "images/{}"\n'
-BEFORE = {"": '[images]\nreferences = ["before"]\n'}
+ONE = {f"a{A}": None}
 OTHER_COLUMN = {"captions": 'caption_column = "txet"\n'}
 Wrong = tuple[Files, dict[str, str], str]  # files, lines of project.toml by section, what is said
 WRONG: dict[str, Wrong] = {
     "only reg": ({f"reg/1_cat/a{A}": None}, {}, "only regularisation images, in reg/1_cat/: add .* or set images.layout"),
-    "only references": ({f"before/a{A}": None}, BEFORE, "only reference images, in before/: add .* or set images.layout"),
-    "no repeats": ({f"0_ohwx cat/a{A}": None}, {}, "all images have 0 repeats, as in 0_ohwx cat: give one folder more, or set"),
     "videos": ({"a.mp4": "x"}, {}, r"no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as"),
     "other names": (
         ONE | {"a_caption.txt": "a cat"},
@@ -212,11 +208,7 @@ WRONG: dict[str, Wrong] = {
         OTHER_COLUMN,
         r"metadata\.jsonl, line 1: captions\.caption_column must name a column, got 'txet'; columns: .*text\?$",
     ),
-    "no map": (ONE | {"captions.json": '"a cat"'}, {}, r"captions\.json: must be a map such as .*, or a list .*, got a cat$"),
-    "twice": (CAT, {"": TWO_FOLDERS.format("", "a/..")}, r"'images' and 'images/a/\.\.' are the same folder; name it once$"),
-    "absent": (CAT, {"": TWO_FOLDERS.format("/a", "b")}, "must be a folder of images, got 'images/b': it does not exist$"),
     "no folder of captions": (ONE, {"captions": 'folder = "words"\n'}, "must be a folder of caption files, got 'words'"),
-    "onetrainer": ({"../concepts.json": "[]"}, {"": '[images]\nfolder = "concepts.json"\n'}, "concepts are read by"),
 }
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import click
@@ -59,28 +57,6 @@ def test_a_run_of_several_stages_is_told_once_and_a_failed_one_with_its_reason(t
     assert told.read_text().count("\n") == 1 and "ended" in told.read_text()
     projects.latentmill(folder, "run", "nothing", code=2)
     assert "failed: nothing: no such stage" in told.read_text()
-
-
-def test_a_webhook_gets_the_text_as_json(monkeypatch):
-    got: list[dict] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self):
-            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Hook)
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    monkeypatch.setenv(WAY, f"http://127.0.0.1:{server.server_port}/hook")
-    with notifying("cats", "run train"):
-        pass
-    server.server_close()
-    text = "cats: run train ended"
-    assert got == [{"project": "cats", "command": "run train", "state": "ended", "text": text, "content": text}]
 
 
 HANGING, DRIPPING = "{python} -c 'import time; time.sleep(600)'", "http://127.0.0.1:{port}/"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from pipeline import process
 from pipeline.cli import exit_code
-from pipeline.process import RESTARTED, allow_open_files, interruptible, kept_awake, own_command, restarting
+from pipeline.process import RESTARTED, interruptible, kept_awake, own_command, restarting
 from tests import projects
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
@@ -134,19 +133,6 @@ def test_a_closed_terminal_ends_a_run_as_one_ctrl_c_does_however_often_it_says_s
             assert not stop.is_set()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); "
-        "from pipeline.process import allow_open_files; allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    )
-    for hard, expected in ((8192, "4096"), (1000, "1000"), (256, "256")):
-        words = [sys.executable, "-c", code.format(hard=hard)]
-        assert subprocess.run(words, capture_output=True, text=True, check=True, cwd=projects.ROOT).stdout.strip() == expected
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allow_open_files(1)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

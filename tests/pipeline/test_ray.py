@@ -22,7 +22,6 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.api import Project as Runs
 from pipeline.project.project import Project
 from pipeline.ranks import free_ports
 from stages.run import Report
@@ -35,7 +34,7 @@ from tests.projects import without
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 from pipeline import on_ray  # noqa: E402
-from pipeline.on_ray import Host, Worker, check_hosts, check_reachable, has_model, room, version, worker_count, worker_needs  # noqa: E402
+from pipeline.on_ray import Host, Worker, check_hosts, has_model, room, version, worker_count, worker_needs  # noqa: E402
 
 STAGES = ("latents", "samples", "images", "embeddings", "scores")  # the first two write tensors, and artifacts
 WORKERS = 3
@@ -202,14 +201,6 @@ def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(clu
         assert projects.content(folder, "waits")["number"].to_pylist() == list(range(60))
 
 
-@pytest.mark.slow
-def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(seen, cluster, tmp_path):
-    folder = without(seen, tmp_path / "project", "latents")
-    projects.draw(folder / "images" / "picture3.png", seed=77, size=(200, 90))
-    said = projects.latentmill(folder, "run", "latents", "--only", *DIVIDED, code=2)
-    assert "1 image files changed since the table images was written (picture3.png): run images again" in said
-
-
 def test_after_an_error_of_one_unit_what_other_workers_finish_is_kept_and_no_unit_begins(monkeypatch):
     made = iter([on_ray.Result(error=ValueError("one")), *(on_ray.Result([number]) for number in (2, 3, 4))])
     stopped: list[int] = []
@@ -227,17 +218,6 @@ def test_after_an_error_of_one_unit_what_other_workers_finish_is_kept_and_no_uni
     with pytest.raises(ValueError, match="one"):
         kept.extend(on_ray.results([worker(0), worker(1)], iter([unit] * 9), run, lambda unit: []))
     assert kept == [2, 3, 4] and next(made, None) is None and stopped == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_worker_that_fails_as_it_starts_is_named_in_one_line(seen, cluster, tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise ray.exceptions.RayActorError
-
-    monkeypatch.setattr("pipeline.on_ray.answers", fail)
-    folder = without(seen, tmp_path / "project", "latents")
-    with pytest.raises(ValueError, match="a worker failed as it started; is latentmill installed on every host"):
-        Runs(folder, {"project.workers": "ray", "project.worker_count": 1, "project.unit_rows": 1}).run("latents")
 
 
 @pytest.mark.slow
@@ -276,24 +256,6 @@ def test_a_model_of_unknown_size_takes_no_memory_and_without_room_for_one_worker
     message = "latents: a worker needs 1 CPU and 9.1 GB of memory .* its machines have 4 CPU and 3 GB of memory$"
     with pytest.raises(ValueError, match=message):
         worker_count("latents", 0, 9, {"CPU": 1, "memory": 9_100_000_000}, print)
-
-
-@pytest.mark.parametrize("value", ["rya", "ray:10001", "dask"])
-def test_an_unknown_kind_of_workers_is_refused(value, tmp_path):
-    (tmp_path / "project.toml").write_text("")
-    with pytest.raises(ValueError, match=f'project.workers must be "local", "ray" or "ray://HOST:PORT", got "{value}"'):
-        Project(tmp_path, {"project.workers": value})
-
-
-def test_an_address_where_nothing_answers_is_refused_at_once_and_names_where_it_was_set():
-    (port,) = free_ports(1)
-    for name, address in (("project.workers", f"ray://127.0.0.1:{port}"), ("RAY_ADDRESS", f"127.0.0.1:{port}")):
-        with pytest.raises(ValueError, match=f"{name}: cannot reach the Ray cluster {address}: "):
-            check_reachable(name, address)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        check_reachable("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-    check_reachable("project.workers", "ray")
-    check_reachable("RAY_ADDRESS", "auto")
 
 
 def test_a_stage_takes_a_gpu_only_if_it_computes_with_a_model(tmp_path):

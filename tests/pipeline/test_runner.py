@@ -1,40 +1,12 @@
 """What a run reports about itself."""
 
-import shutil
-
 import pytest
 
 from pipeline import runner
 from pipeline.project.project import Project
-from stages.models import weights
 from stages.text_to_image import embeddings, latents
 from stages.text_to_image.embeddings.memory import encoder_memory
 from tests import projects
-
-
-def test_a_row_that_a_run_writes_twice_is_counted_once(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "project", tiny_weights, images=3)
-    shutil.copy(folder / "images" / "picture1.png", folder / "images" / "copy of picture1.png")
-    outcome = projects.build(folder, "images")["images"]  # the copy's row is written again once it is known as a duplicate
-    assert projects.content(folder, "images")["rejected"].to_pylist().count("duplicate") == 1
-    assert (outcome.written, outcome.rows) == (4, 4)
-    assert projects.build(folder, "images")["images"].up_to_date
-
-
-def test_each_stage_with_a_large_model_says_how_much_of_it_is_read(tmp_path, tiny_weights, monkeypatch):
-    monkeypatch.setattr(weights, "LARGE", 0)
-    folder, said = projects.make(tmp_path / "project", tiny_weights, images=1), {}
-    projects.edit(folder, "steps = 6\nrank", "steps = 2\nrank")
-    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1\nbase = false")
-    for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples"):
-        console = projects.Silent()
-        projects.build(folder, name, console=console)
-        said[name] = {note for note in console.notes if note.startswith("reading")}
-    assert {name: notes for name, notes in said.items() if notes} == {
-        "embeddings": {"reading the text encoder: 0.0 of 0.0 GB"},
-        "train": {"reading the transformer: 0.0 of 0.0 GB"},
-        "samples": {"reading the transformer: 0.0 of 0.0 GB"},
-    }
 
 
 def fail(monkeypatch, owner, name, *calls):

@@ -20,7 +20,7 @@ from pipeline.api import Project
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.query import answer
 from pipeline.commands.rows_of_runs import RowsOfRuns
-from pipeline.commands.runs import best, compare, list_runs
+from pipeline.commands.runs import best, list_runs
 from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt, Stopped
@@ -28,7 +28,7 @@ from pipeline.page import actions, blocks
 from pipeline.page.app import make_app
 from pipeline.page.site import Site
 from pipeline.project.outlook import ANEW
-from pipeline.project.runs import choose, find_run, find_runs, news, rename
+from pipeline.project.runs import find_run, find_runs, news, rename
 from pipeline.store import index
 from pipeline.store.table import TableFolder
 from stages.models.weights import read_file
@@ -314,18 +314,6 @@ def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_i
     assert facts["differs"] == "train.steps 6, and other data" and "steps 6, and other data" in list_runs(longer)
 
 
-def test_compare_shows_settings_curves_and_pictures_side_by_side(built, tmp_path):
-    from PIL import Image
-
-    opened = Project(built)
-    said = "\n".join(compare(opened, [find_run(opened, "slow"), find_run(opened, "fast")], tmp_path / "both.png"))
-    assert "train.lr" in said and "0.001" in said and "0.005" in said
-    assert "train.rank" not in said
-    assert "held-out loss at step" in said and "1 to 1" in said
-    with Image.open(tmp_path / "both.png") as picture:
-        assert picture.width > 3 * 32
-
-
 def test_a_marked_checkpoint_is_the_best_for_every_command_and_stays_marked_while_its_run_alone_goes_on_by_name(
     project, tmp_path
 ):
@@ -393,20 +381,6 @@ def test_best_goes_by_the_held_out_loss_or_by_scores_if_asked_and_refuses_withou
         monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_, scores=scores: scores)
         assert next(best(Project(built), run, "scores")).startswith("slow: step 4, "), "of equal scores the earliest"
         assert since_best(scores) == 1, "so do segments"
-
-
-def test_a_chosen_run_brings_its_settings_given_overrides_win_and_wrong_names_are_one_line(project):
-    opened = Project(project)
-    with pytest.raises(ValueError, match=r"there is no run 'slov'; did you mean slow\?; there are"):
-        find_run(opened, "slov")
-    with pytest.raises(ValueError, match="is called 'fast' already"):
-        rename(opened, find_run(opened, "slow"), "fast")
-    with pytest.raises(ValueError, match="a run's name must be"):
-        rename(opened, find_run(opened, "slow"), "../up")
-    with pytest.raises(ValueError, match="there is no run"):
-        Project(project, training_run="nothing")
-    choose(opened, "slow", ["train.steps=9"])
-    assert (opened.config.sections["train"].lr, opened.config.sections["train"].steps) == (0.001, 9)
 
 
 def test_a_run_is_listed_though_its_record_is_damaged_and_is_the_present_one_only_with_its_inputs(project, tmp_path):

@@ -12,7 +12,7 @@ import tarfile
 import pytest
 
 from pipeline.errors import one_line
-from pipeline.terminal import Terminal, shown, tell
+from pipeline.terminal import Terminal, format_table, shown, tell
 from tests import projects
 
 SAY = "import sys; from pipeline.process import open_streams; open_streams(); "
@@ -84,5 +84,5 @@ def test_nothing_that_a_file_says_reaches_the_terminal_unescaped(tmp_path, capsy
     tell(f"{ODD} \ud83d", aside=True)
     tell(f"error: {one_line(OSError(errno.ENOENT, 'gone', ODD))}")
     said += "".join(capsys.readouterr()) + projects.latentmill(tmp_path / ODD, "status", code=2)
-    said += "".join(projects.said(ODD)[1:])
+    said += "".join(projects.said(ODD)[1:]) + format_table(("path",), [(ODD,)])
     assert not {character for character in said if shown(character) != character}

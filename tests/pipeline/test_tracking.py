@@ -223,12 +223,3 @@ def test_points_are_means_of_complete_measurements():
         2: {"train/loss": 5.0, "train/lr": 0.2},
     }
     assert list(points(pa.Table.from_pylist(rows), after=1)) == [(2, {"train/loss": 5.0, "train/lr": 0.2})]
-
-
-def test_a_missing_package_and_an_unknown_tracker_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.tracking.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'track = "wandb" needs the package wandb: pip install "latentmill\[wandb\]"'):
-        tracker_of("wandb", TrackedRun("cats", "abc", {}, tmp_path))
-    folder = projects.make(tmp_path / "project", tmp_path, images=1)
-    said = projects.latentmill(folder, "status", "--set", 'train.track="tensorbord"', code=2)
-    assert "tensorboard" in said and "trackio" in said
