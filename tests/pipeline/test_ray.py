@@ -93,6 +93,7 @@ def cluster(hidden: Path) -> Iterator[Cluster]:
         patch.setenv(MARK, str(os.getpid()))  # its workers inherit the variable
         patch.setenv("RAY_worker_niceness", "0")  # else workers starve beside other programs
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # also where a token of the user lies
         patch.setenv("PYTHONPATH", str(projects.ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("MKL_NUM_THREADS", "1")

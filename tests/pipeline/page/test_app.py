@@ -12,6 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 pytest.importorskip("starlette")
@@ -19,6 +20,7 @@ pytest.importorskip("httpx2")
 
 from httpx2 import Response
 from PIL import Image
+from schemas.text_to_image import DESCRIPTIONS
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import Limits, answer
@@ -28,6 +30,7 @@ from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
+from pipeline.store.table import Writer
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -127,6 +130,27 @@ def test_a_picture_is_left_out_or_repeated_on_its_page_in_the_settings_that_are_
     assert do(page, "rate", key="picture1.png", times="")[0] == do(page, "rate", key="more.png", times=" ")[0] == 200
     assert Project(folder).config.sections["train"].data.repeats is None
     assert set(before.splitlines()) <= set((folder / "project.toml").read_text().splitlines())
+
+
+def test_what_the_model_of_descriptions_wrote_is_a_suggestion_beside_another_text(page, folder):
+    (key, before), *_ = texts(page).items()
+    row = {
+        "image_id": key.partition(":")[0],
+        "path": "",
+        "text": "a <b>cat</b>",
+        "prompt": "",
+        "model": "",
+        "version": "",
+        "seconds": 1,
+    }
+    project = Project(folder)
+    with Writer(project.current("descriptions"), {"stage": "descriptions"}) as writer:
+        writer.append(pa.RecordBatch.from_pylist([row], schema=DESCRIPTIONS.batch))
+        writer.finish(None, {})
+    used = 'data-use="a &lt;b&gt;cat&lt;/b&gt;"'
+    assert used in page.get("/fragment/captions").text
+    assert page.post("/edit/captions", json={key: {"before": before, "text": "a <b>cat</b>"}}, headers=TOKEN).status_code == 200
+    assert used not in page.get("/fragment/captions").text
 
 
 def test_pictures_are_small_nothing_but_pictures_is_served_and_no_path_escapes_from_its_folder(page, folder):

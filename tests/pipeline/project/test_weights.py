@@ -7,9 +7,10 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import mlx.core as mx
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 
 from pipeline.project import weights
 from pipeline.project.project import Project
@@ -68,6 +69,15 @@ def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, ther
         (folder / name).write_text(text)
     (folder / "model.safetensors").unlink(missing_ok=True)
     assert weights.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
+
+
+def test_a_full_disk_is_reported_with_the_folder(tmp_path, monkeypatch):
+    def snapshot_download(name, *, allow_patterns, local_files_only=False, dry_run=False):
+        raise errors.LocalEntryNotFoundError("not there") if local_files_only else OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"cannot be written to .*No space left on device; free space there"):
+        weights.resolve("", tmp_path, family("klein-base-4b"))
 
 
 def test_a_seeded_familys_weights_are_generated_once_if_that_is_allowed(tmp_path):
