@@ -20,7 +20,6 @@ pytest.importorskip("httpx2")
 
 from httpx2 import Response
 from PIL import Image
-from schemas.text_to_image import DESCRIPTIONS
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import Limits, answer
@@ -31,6 +30,7 @@ from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
 from pipeline.store.table import Writer
+from schemas.text_to_image import DESCRIPTIONS
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
