@@ -126,7 +126,7 @@ main(sys.argv[1:])
 def test_a_run_that_was_not_tracked_then_stopped_then_killed_has_every_number_and_only_those_on_their_way_twice(tracked, kind):
     projects.latentmill(tracked, "train", "--only", "--set", "train.stop_after_steps=1")
     words = ["train", "--only", "--set", f'train.track="{kind}"']
-    call = projects.latentmill_process if kind == "trackio" else projects.latentmill  # it reads its folder once in a process
+    call = projects.latentmill_process  # trackio reads its folder once in a process, and wandb names its file by the second
     assert "tracked by" in call(tracked, *words, "--set", f"train.stop_after_steps={STOPPED_AT}")
     killed = [sys.executable, "-c", SCRIPT, *words, "--project", str(tracked)]
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of this process
