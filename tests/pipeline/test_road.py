@@ -1,8 +1,9 @@
-"""A command brings the tables before its stage up to date, and what is expensive is done once."""
+"""The road from the command line to the computation is short, and what is expensive is done once."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import signal
@@ -15,9 +16,13 @@ from typing import Any
 
 import pytest
 
+from pipeline import cli
 from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.runner import run_words
+from stages.stage import Stage
+from stages.text_to_image import latents
+from stages.tuner.step import TrainingStep
 from tests import projects
 from tests.toy.project import make as make_toy
 
@@ -28,6 +33,31 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("road") / "project", tiny_weights, images=3)
     projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings")
     return folder
+
+
+def frames() -> list[str]:
+    """The functions between `cli.main` and the caller, both included, without those of click and contextlib."""
+    names = []
+    for each in inspect.stack()[2:]:
+        if not any(part in each.filename for part in ("/click/", "contextlib.py", "functools.py")):
+            names.append(f"{Path(each.filename).name}:{each.function}")
+        if each.filename.endswith("pipeline/cli.py") and each.function == "main":
+            return names[::-1]
+    raise AssertionError("not called from cli.main")
+
+
+class Leave(BaseException):
+    """In place of the end of the process."""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
+    def leave(code: int) -> None:
+        assert code == 0
+        raise Leave
+
+    monkeypatch.setattr(cli.os, "_exit", leave)
+    with pytest.raises(Leave):
+        cli.main([*arguments, "--project", str(folder)])
 
 
 @contextlib.contextmanager
@@ -46,12 +76,67 @@ def counted(name: str) -> Iterator[list[dict[str, Any]]]:
         sys.setprofile(None)
 
 
+def test_at_most_9_frames_lie_between_the_command_line_and_the_encoding_of_latents(built, monkeypatch):
+    seen: list[list[str]] = []
+    real = latents.STAGE.run
+
+    def encode(run: Any) -> Any:
+        seen.append(frames())
+        yield from real(run)
+
+    stage = Stage(**{**vars(latents.STAGE), "run": encode})
+    monkeypatch.setattr(latents, "STAGE", stage)
+    run(monkeypatch, built, "run", "latents", "--only", "--set", "latents.flip=true")
+    assert seen and len(seen[0]) <= 9, seen
+
+
+def test_at_most_12_frames_lie_between_the_command_line_and_a_training_step(built, monkeypatch):
+    seen: list[list[str]] = []
+    real = TrainingStep.step
+
+    def step(self: TrainingStep, *given: Any, **named: Any) -> Any:
+        seen.append(frames())
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(TrainingStep, "step", step)
+    run(monkeypatch, built, "run", "train", "--only", "--set", "train.steps=1")
+    assert len(seen) == 1 and len(seen[0]) <= 12, seen
+
+
+def test_a_training_run_loads_its_data_once_and_reads_at_most_8_manifests(built, monkeypatch):
+    manifests: list[str] = []
+    read = Path.read_bytes
+
+    def read_bytes(self: Path) -> bytes:
+        if self.name == "manifest.json":
+            manifests.append(self.parent.parent.name)
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with counted("load_dataset") as calls:
+        run(monkeypatch, built, "run", "train", "--only", "--set", "train.steps=2")
+    assert len(calls) == 1 and len(manifests) <= 8, manifests
+
+
 def test_files_are_listed_and_read_once_in_a_run(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     for stage_name, function in (("images", "scan"), ("captions", "caption_rows")):
         with counted(function) as calls:
             projects.build(folder, stage_name)
         assert len(calls) == 1
+
+
+def test_scores_hash_each_preview_and_each_reference_once(built, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True))
+    (folder / "references").mkdir()
+    projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
+    projects.edit(folder, "steps = 6", "steps = 2")
+    projects.edit(folder, "[train]", '[scores]\nreferences = "references"\n\n[train]')
+    projects.build(folder, "images", "train", "samples")
+    with counted("file_sha256") as calls:
+        projects.build(folder, "scores")
+    hashed = [str(call["file"]) for call in calls if str(call["file"]).startswith(str(folder))]
+    assert len(hashed) == len(set(hashed)) == len(projects.content(folder, "samples")) + 1, hashed
 
 
 def test_a_command_brings_the_tables_before_its_stage_up_to_date_until_one_fails_and_with_only_it_does_not(
