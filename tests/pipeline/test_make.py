@@ -53,6 +53,23 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
     assert value in through_make(target, f"{variable}={value}")
 
 
+IN = ("-p", "data/projects/example")
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "words"),
+    [
+        ("runs", ("RUN=1a2b", "NAME=fast"), ("runs", *IN, "--name", "fast", "--", "1a2b")),
+        ("compare", ("RUNS=slow fast",), ("compare", *IN, "--", "slow", "fast")),
+        ("export", ("RUN=1a2b",), ("export", *IN, "--run", "1a2b")),
+        ("evaluate", ("RUN=slow",), ("evaluate", *IN, "--run", "slow")),
+        ("segments", ("EVERY=5", "SET=train.lr=1"), ("segments", "--every", "5", *IN, "--set", "train.lr=1")),
+    ],
+)
+def test_a_variable_feeds_one_option_of_the_command(target, given, words):
+    assert through_make(target, *given) == list(words)
+
+
 def test_variables_of_the_environment_other_than_the_project_are_not_read():
     words = ["make", "-s", "-o", ".venv/ready", "runs", f"LATENTMILL={sys.executable} -c '{WORDS}'"]
     done = run(words, NAME="host", RUN="x", SET="train.steps=1", PROJECT="cats")
